@@ -1,0 +1,123 @@
+//! What a manager is made with.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::ManagerError;
+
+/// Which policy orders the chunks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PolicyKind {
+    /// Least recently used goes first.
+    #[default]
+    Lru,
+    /// Adaptive replacement: balances recency and frequency by what it regrets.
+    Arc,
+}
+
+impl PolicyKind {
+    /// The name in settings.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Arc => "arc",
+        }
+    }
+
+    /// The policy called `name`.
+    ///
+    /// # Errors
+    /// [`ManagerError::UnknownPolicy`].
+    pub fn from_name(name: &str) -> Result<Self, ManagerError> {
+        [Self::Lru, Self::Arc]
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| ManagerError::UnknownPolicy {
+                name: name.to_owned(),
+            })
+    }
+}
+
+/// Seconds since some start; tests give their own.
+#[derive(Clone)]
+pub struct Clock(Arc<dyn Fn() -> u32 + Send + Sync>);
+
+impl Clock {
+    /// A clock that answers what `seconds` answers.
+    pub fn new(seconds: impl Fn() -> u32 + Send + Sync + 'static) -> Self {
+        Self(Arc::new(seconds))
+    }
+
+    pub(super) fn seconds(&self) -> u32 {
+        (self.0)()
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        let start = Instant::now();
+        Self::new(move || u32::try_from(start.elapsed().as_secs()).unwrap_or(u32::MAX))
+    }
+}
+
+impl fmt::Debug for Clock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Clock({} s)", self.seconds())
+    }
+}
+
+/// Settings of a [`Manager`](super::Manager).
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Slots of the pool.
+    pub num_slots: u32,
+    /// Which chunk goes first.
+    pub policy: PolicyKind,
+    /// Record [`Event`](super::Event)s.
+    pub events: bool,
+    /// Store a chunk only when it has been offered this often; below 2 every offer is stored.
+    pub store_threshold: u32,
+    /// Keys whose offers are counted.
+    pub max_tracker_size: u32,
+    /// Where not all keys of a store fit, store the first ones instead of none. vLLM's own connector
+    /// moves its cursor past every key that it offered, so it never offers the others again.
+    pub partial_admission: bool,
+    /// A chunk whose write has not ended after so many seconds answers *miss* instead of *later*.
+    /// Its slot stays out of use: the copy may still be running.
+    pub write_deadline_s: u32,
+    /// Source of time for the deadline.
+    pub clock: Clock,
+}
+
+impl Config {
+    /// The most slots a pool can have.
+    pub const MAX_SLOTS: u32 = 1 << 30;
+
+    /// LRU without events or limits on admission.
+    pub fn new(num_slots: u32) -> Self {
+        Self {
+            num_slots,
+            policy: PolicyKind::Lru,
+            events: false,
+            store_threshold: 0,
+            max_tracker_size: 64_000,
+            partial_admission: false,
+            write_deadline_s: 600,
+            clock: Clock::default(),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ManagerError> {
+        match self.num_slots {
+            0 => Err(ManagerError::NoSlots),
+            n if n > Self::MAX_SLOTS => Err(ManagerError::TooManySlots { num_slots: n }),
+            _ if self.store_threshold >= 2 && self.max_tracker_size == 0 => {
+                Err(ManagerError::NoTracker {
+                    store_threshold: self.store_threshold,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+}

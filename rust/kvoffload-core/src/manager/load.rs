@@ -1,0 +1,102 @@
+//! Loads: pin every chunk or none, release each pin once.
+
+use crate::key::KeyHash;
+use crate::pool::{Slot, SlotState};
+
+use super::request::Handle;
+use super::{Manager, ManagerError, Request};
+
+impl Manager {
+    /// Pins the chunks named `keys` for one load, and appends their slots to `slots` in the order
+    /// of `keys`. The pins belong to `request` until [`Manager::complete_load`].
+    ///
+    /// # Errors
+    /// [`ManagerError::KeyNotReady`] if one of them cannot be read; then none is pinned.
+    pub fn prepare_load<'k, I>(
+        &self,
+        keys: I,
+        request: &mut Request,
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), ManagerError>
+    where
+        I: IntoIterator<Item = &'k [u8]>,
+        I::IntoIter: Clone,
+    {
+        let mut inner = self.enter(request)?;
+        let keys = keys.into_iter();
+        let first = slots.len();
+        let mut hashes = std::mem::take(&mut inner.hashes);
+        hashes.clear();
+        for (position, key) in keys.clone().enumerate() {
+            let hash = KeyHash::of(key);
+            hashes.push(hash);
+            let slot = inner.find(key, hash);
+            match slot.map(|slot| (slot, self.pool.state(slot))) {
+                Some((slot, SlotState::Ready)) => slots.push(slot),
+                found => {
+                    slots.truncate(first);
+                    inner.hashes = hashes;
+                    return Err(ManagerError::KeyNotReady {
+                        position,
+                        writing: found.is_some(),
+                    });
+                }
+            }
+        }
+        for ((key, &slot), &hash) in keys.zip(&slots[first..]).zip(&hashes) {
+            let generation = self.pool.generation(slot);
+            let pins = self
+                .pool
+                .pin(slot, generation)
+                .expect("ready, and only this lock unmakes it");
+            if pins == 1 {
+                inner.policy.mark_non_evictable(slot);
+            }
+            let at = request.find_or_add(key, hash);
+            request.begin_read(at, Handle { slot, generation });
+            request.reuse(at);
+        }
+        inner.hashes = hashes;
+        inner.stats.loaded += (slots.len() - first) as u64;
+        Ok(())
+    }
+
+    /// Ends one load of each of `keys` by `request`. After a reset, completions of older loads are
+    /// counted and otherwise ignored.
+    ///
+    /// # Errors
+    /// [`ManagerError::StaleHandle`] if the request is not loading one of them; then none is released.
+    pub fn complete_load<'k>(
+        &self,
+        keys: impl IntoIterator<Item = &'k [u8]>,
+        request: &mut Request,
+    ) -> Result<(), ManagerError> {
+        let mut inner = self.enter(request)?;
+        let mut ended: Vec<(usize, Handle)> = Vec::new();
+        for (position, key) in keys.into_iter().enumerate() {
+            let found = request
+                .find(key)
+                .and_then(|at| request.end_read(at).map(|handle| (at, handle)));
+            match found {
+                Some(pin) => ended.push(pin),
+                None if request.outlived_reset() => inner.stats.stale_completions += 1,
+                None => {
+                    for (at, _) in ended {
+                        request.resume_read(at);
+                    }
+                    return Err(ManagerError::StaleHandle { position });
+                }
+            }
+        }
+        for (_, Handle { slot, generation }) in ended {
+            let left = self
+                .pool
+                .unpin(slot, generation)
+                .expect("the request holds this pin");
+            if left == 0 {
+                inner.policy.mark_evictable(slot);
+            }
+        }
+        Ok(())
+    }
+}

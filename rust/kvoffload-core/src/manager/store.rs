@@ -1,0 +1,249 @@
+//! Stores: make room for all keys of a call or for none, publish each when its bytes are there.
+
+use crate::key::{Key, KeyHash};
+use crate::pool::{Pool, Slot, SlotState};
+
+use super::request::Handle;
+use super::state::Inner;
+use super::{Manager, ManagerError, Request};
+
+/// What a store must write, and where. Reused from call to call.
+#[derive(Debug, Default)]
+pub struct Prepared {
+    /// Positions in the call's keys of those to be written, ascending.
+    pub to_store: Vec<usize>,
+    /// Their slots, in the same order.
+    pub slots: Vec<Slot>,
+    /// Keys that had to go, first victim first.
+    pub evicted: Vec<Key>,
+    /// Entries of the request's record for `to_store`.
+    entries: Vec<usize>,
+}
+
+impl Prepared {
+    fn clear(&mut self) {
+        self.to_store.clear();
+        self.slots.clear();
+        self.evicted.clear();
+        self.entries.clear();
+    }
+}
+
+impl Manager {
+    /// Takes slots for those of `keys` that are neither present nor being written, evicting others
+    /// if need be but never one of `keys`. `Ok(false)` is a refusal: there is not enough to evict,
+    /// and no chunk was moved. A key named twice is stored once.
+    ///
+    /// # Errors
+    /// [`ManagerError::ForeignRequest`].
+    pub fn prepare_store(
+        &self,
+        keys: &[&[u8]],
+        request: &mut Request,
+        out: &mut Prepared,
+    ) -> Result<bool, ManagerError> {
+        out.clear();
+        let mut inner = self.enter(request)?;
+        inner.protected.clear();
+        inner.admit(&self.pool, keys, request, out);
+        if out.to_store.is_empty() {
+            return Ok(true);
+        }
+        inner.note_allocation(out.to_store.len());
+        if !inner.make_room(&self.pool, out, self.partial_admission) {
+            inner.stats.refused += 1;
+            out.clear();
+            return Ok(false);
+        }
+        let taken = self.pool.alloc(out.to_store.len(), &mut out.slots);
+        assert!(
+            taken,
+            "slots are taken under this lock only, and make_room has counted them"
+        );
+        inner.link(&self.pool, keys, request, out);
+        Ok(true)
+    }
+
+    /// Ends the writes of `keys` by `request`: readable from now on, or gone if they failed.
+    ///
+    /// A key that this request is not writing changes nothing and is counted: after a reset,
+    /// completions of older stores may still come, and a write is only ever ended by its owner.
+    ///
+    /// # Errors
+    /// [`ManagerError::ForeignRequest`].
+    pub fn complete_store<'k>(
+        &self,
+        keys: impl IntoIterator<Item = &'k [u8]>,
+        request: &mut Request,
+        success: bool,
+    ) -> Result<(), ManagerError> {
+        let mut inner = self.enter(request)?;
+        let mut stored = Vec::new();
+        for key in keys {
+            let ended = request.find(key).and_then(|at| request.end_write(at));
+            let Some(Handle { slot, generation }) = ended else {
+                inner.stats.stale_completions += 1;
+                continue;
+            };
+            inner.stats.writing -= 1;
+            if success {
+                self.pool
+                    .publish(slot, generation)
+                    .expect("the request holds this write");
+                inner.policy.mark_evictable(slot);
+                inner.stats.stored += 1;
+                if inner.events.on() {
+                    stored.push(Key::new(key));
+                }
+            } else {
+                inner.unlink(slot);
+                inner.policy.remove(slot);
+                self.pool
+                    .release(slot, generation)
+                    .expect("the request holds this write");
+                inner.stats.store_failures += 1;
+            }
+        }
+        inner.events.push(stored, false);
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// Sorts out which keys need a slot (into `out`) and which are ready already (their evictable
+    /// slots into `self.protected`), and lets tracker, policy and request learn from the offer.
+    fn admit(&mut self, pool: &Pool, keys: &[&[u8]], request: &mut Request, out: &mut Prepared) {
+        let offer = request.begin_offer();
+        request.reserve(keys.len());
+        if let Some(tracker) = &mut self.tracker {
+            let offered: Vec<_> = keys.iter().map(|key| (*key, KeyHash::of(key))).collect();
+            tracker.record(&offered);
+        }
+        for (position, key) in keys.iter().enumerate() {
+            let hash = KeyHash::of(key);
+            let Some(slot) = self.find(key, hash) else {
+                if self
+                    .tracker
+                    .as_ref()
+                    .is_some_and(|tracker| !tracker.admits(key, hash))
+                {
+                    self.stores_skipped += 1;
+                    self.stats.skipped += 1;
+                    continue;
+                }
+                let at = request.find_or_add(key, hash);
+                if request.entry(at).offer != offer {
+                    request.entry_mut(at).offer = offer;
+                    request.see(at);
+                    out.to_store.push(position);
+                    out.entries.push(at);
+                }
+                continue;
+            };
+            if pool.state(slot) == SlotState::Ready {
+                let at = request.find_or_add(key, hash);
+                request.reuse(at);
+                request.entry_mut(at).last = Some(Handle {
+                    slot,
+                    generation: pool.generation(slot),
+                });
+                self.protected.push(slot);
+            }
+        }
+        // Tail first, as every other access; once per request, however often it offers the key.
+        for &at in out.entries.iter().rev() {
+            let entry = request.entry_mut(at);
+            if !entry.missed {
+                entry.missed = true;
+                self.policy.on_store_miss(entry.key.as_bytes(), entry.hash);
+            }
+        }
+    }
+
+    /// Evicts until every key of `out` has a free slot, or (in part) as many of the first keys as
+    /// can have one. False, with nothing evicted, where there is no room.
+    fn make_room(&mut self, pool: &Pool, out: &mut Prepared, partial: bool) -> bool {
+        let free = pool.free() as usize;
+        if out.to_store.len() <= free {
+            return true;
+        }
+        // What the call names must survive it. Keys named twice are held once.
+        let policy = &mut self.policy;
+        self.protected.retain(|&slot| {
+            let hold = policy.is_evictable(slot);
+            if hold {
+                policy.mark_non_evictable(slot);
+            }
+            hold
+        });
+        let evictable = self.policy.evictable();
+        let room = if out.to_store.len() <= free + evictable {
+            true
+        } else if partial && free + evictable > 0 {
+            self.stats.left_out += (out.to_store.len() - free - evictable) as u64;
+            out.to_store.truncate(free + evictable);
+            out.entries.truncate(free + evictable);
+            true
+        } else {
+            false
+        };
+        if room {
+            self.evict(
+                pool,
+                out.to_store.len().saturating_sub(free),
+                &mut out.evicted,
+            );
+        }
+        for &slot in &self.protected {
+            self.policy.mark_evictable(slot);
+        }
+        room
+    }
+
+    fn evict(&mut self, pool: &Pool, n: usize, evicted: &mut Vec<Key>) {
+        let mut victims = std::mem::take(&mut self.victims);
+        victims.clear();
+        let (keys, tags) = (&self.keys, &self.tags);
+        self.policy.evict(
+            n,
+            &|slot| (keys[slot.index()].clone(), tags[slot.index()]),
+            &mut victims,
+        );
+        debug_assert_eq!(
+            victims.len(),
+            n,
+            "the caller has counted what can be evicted"
+        );
+        for &slot in &victims {
+            evicted.push(self.unlink(slot));
+            pool.release(slot, pool.generation(slot))
+                .expect("a victim is ready and unpinned");
+        }
+        self.stats.evicted += n as u64;
+        if self.events.on() {
+            self.events.push(evicted.clone(), true);
+        }
+        self.victims = victims;
+    }
+
+    fn link(&mut self, pool: &Pool, keys: &[&[u8]], request: &mut Request, out: &Prepared) {
+        let now = self.clock.seconds();
+        for ((&position, &at), &slot) in out.to_store.iter().zip(&out.entries).zip(&out.slots) {
+            let key = Key::new(keys[position]);
+            let hash = request.entry(at).hash;
+            self.index.insert_unique(hash, slot.get());
+            self.policy.insert(slot, &key, hash);
+            self.keys[slot.index()] = key;
+            self.tags[slot.index()] = hash;
+            self.written_at[slot.index()] = now;
+            request.begin_write(
+                at,
+                Handle {
+                    slot,
+                    generation: pool.generation(slot),
+                },
+            );
+        }
+        self.stats.writing += out.to_store.len() as u64;
+    }
+}

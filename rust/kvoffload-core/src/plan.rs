@@ -1,0 +1,344 @@
+//! From (blocks, slots) to the copies that move them: checked, then merged.
+//!
+//! The same plan serves both directions; the caller decides which side is read.
+
+use thiserror::Error;
+
+use crate::jobs::JobKind;
+use crate::layout::{KvLayout, PlacedRef};
+use crate::pool::Slot;
+
+/// Which blocks and which slots one job is about, in vLLM's shape.
+///
+/// Group after group, each group's blocks are logically consecutive; its first block has the logical
+/// index `block_indices[g]`. If that is not a multiple of the blocks per chunk, the group starts
+/// inside its first chunk. Each group uses as many slots as chunks it touches, in the same order.
+#[derive(Clone, Copy, Debug)]
+pub struct Geometry<'a> {
+    /// Blocks of all groups, one group after the other.
+    pub block_ids: &'a [u32],
+    /// Number of blocks of each group.
+    pub group_sizes: &'a [u32],
+    /// Logical index of the first block of each group.
+    pub block_indices: &'a [u64],
+    /// Slots of all groups, one group after the other.
+    pub slots: &'a [Slot],
+}
+
+/// Why a job's geometry was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum PlanError {
+    /// Not one entry per group.
+    #[error("{field} has {given} entries, the layout has {groups} groups")]
+    GroupCount {
+        /// `group_sizes` or `block_indices`.
+        field: &'static str,
+        /// Number of entries.
+        given: usize,
+        /// Number of groups.
+        groups: usize,
+    },
+    /// `group_sizes` does not add up.
+    #[error("group_sizes adds up to {needed} blocks, block_ids has {given}")]
+    BlockCount {
+        /// Sum of `group_sizes`.
+        needed: u64,
+        /// Number of block ids.
+        given: usize,
+    },
+    /// The job has too many or too few slots.
+    #[error("the blocks touch {needed} chunks, slots has {given} entries; one slot per chunk")]
+    SlotCount {
+        /// Number of chunks.
+        needed: u64,
+        /// Number of slots.
+        given: usize,
+    },
+    /// A block outside the group's tensors.
+    #[error("block_ids[{index}]: block {block} of group {group} is outside 0..{num_blocks}")]
+    UnknownBlock {
+        /// Position in `block_ids`.
+        index: usize,
+        /// The block's group.
+        group: usize,
+        /// The block.
+        block: u32,
+        /// Number of blocks of the group.
+        num_blocks: u32,
+    },
+    /// A slot outside the region.
+    #[error("slots[{index}]: slot {slot} is outside 0..{num_slots}")]
+    UnknownSlot {
+        /// Position in `slots`.
+        index: usize,
+        /// The slot.
+        slot: Slot,
+        /// Number of slots.
+        num_slots: u32,
+    },
+    /// A load that writes the same bytes of a tensor twice.
+    #[error(
+        "block {block} is loaded twice, for group {first} and group {second}; a load's blocks must differ"
+    )]
+    BlockTwice {
+        /// The block.
+        block: u32,
+        /// Group of one of them.
+        first: usize,
+        /// Group of the other, the same or one that shares a tensor with it.
+        second: usize,
+    },
+    /// A store that writes the same slot twice.
+    #[error("slot {slot} is stored twice; a store's slots must differ")]
+    SlotTwice {
+        /// The slot.
+        slot: Slot,
+    },
+}
+
+impl Geometry<'_> {
+    /// Checks shape and bounds: everything that [`CopyPlan::build_into`] relies on.
+    pub fn check(&self, layout: &KvLayout) -> Result<(), PlanError> {
+        let groups = layout.num_groups();
+        for (field, given) in [
+            ("group_sizes", self.group_sizes.len()),
+            ("block_indices", self.block_indices.len()),
+        ] {
+            if given != groups {
+                return Err(PlanError::GroupCount {
+                    field,
+                    given,
+                    groups,
+                });
+            }
+        }
+        // u32 times a slice's length: neither sum can exceed u64.
+        let needed: u64 = self.group_sizes.iter().map(|&size| u64::from(size)).sum();
+        if needed != self.block_ids.len() as u64 {
+            return Err(PlanError::BlockCount {
+                needed,
+                given: self.block_ids.len(),
+            });
+        }
+        let needed: u64 = self.spans(layout).map(|span| span.chunks).sum();
+        if needed != self.slots.len() as u64 {
+            return Err(PlanError::SlotCount {
+                needed,
+                given: self.slots.len(),
+            });
+        }
+        for span in self.spans(layout) {
+            let (group, num_blocks) = (span.group, layout.num_blocks(span.group));
+            let blocks = &self.block_ids[span.blocks.clone()];
+            if let Some(at) = blocks.iter().position(|&block| block >= num_blocks) {
+                let (index, block) = (span.blocks.start + at, blocks[at]);
+                return Err(PlanError::UnknownBlock {
+                    index,
+                    group,
+                    block,
+                    num_blocks,
+                });
+            }
+        }
+        let num_slots = layout.num_slots();
+        match self.slots.iter().position(|slot| slot.get() >= num_slots) {
+            None => Ok(()),
+            Some(index) => Err(PlanError::UnknownSlot {
+                index,
+                slot: self.slots[index],
+                num_slots,
+            }),
+        }
+    }
+
+    /// Checks shape and bounds, and that no byte is written twice: a load's blocks and a store's
+    /// slots must differ. (What is read may repeat: two blocks of one load may come from one slot,
+    /// one block may be stored to two slots.)
+    ///
+    /// The same block in two groups is legal unless the groups share a tensor. `scratch` is
+    /// overwritten; keep it for the next call.
+    pub fn check_job(
+        &self,
+        kind: JobKind,
+        layout: &KvLayout,
+        scratch: &mut Vec<u64>,
+    ) -> Result<(), PlanError> {
+        self.check(layout)?;
+        scratch.clear();
+        match kind {
+            JobKind::Store => {
+                scratch.extend(self.slots.iter().map(|slot| u64::from(slot.get())));
+                scratch.sort_unstable();
+                match scratch.windows(2).find(|pair| pair[0] == pair[1]) {
+                    None => Ok(()),
+                    Some(pair) => Err(PlanError::SlotTwice {
+                        slot: Slot::new(pair[0] as u32),
+                    }),
+                }
+            }
+            JobKind::Load => {
+                for span in self.spans(layout) {
+                    if !layout.refs(span.group).is_empty() {
+                        let blocks = self.block_ids[span.blocks].iter();
+                        let named = |&block| u64::from(block) << 32 | span.group as u64;
+                        scratch.extend(blocks.map(named));
+                    }
+                }
+                scratch.sort_unstable();
+                blocks_differ(layout, scratch)
+            }
+        }
+    }
+
+    /// Each slot and the group that it holds a chunk of, in the order of `slots`.
+    pub fn chunks(&self, layout: &KvLayout) -> impl Iterator<Item = (usize, Slot)> {
+        let groups = self
+            .spans(layout)
+            .flat_map(|span| std::iter::repeat_n(span.group, span.chunks as usize));
+        groups.zip(self.slots.iter().copied())
+    }
+
+    /// The groups' parts of the job. Stops at the end of the shorter list if the lists disagree.
+    fn spans(&self, layout: &KvLayout) -> impl Iterator<Item = Span> {
+        let per_chunk = u64::from(layout.blocks_per_chunk());
+        let mut start = 0usize;
+        let sizes = self.group_sizes.iter().zip(self.block_indices);
+        sizes.enumerate().map(move |(group, (&size, &first))| {
+            let skip = if size == 0 { 0 } else { first % per_chunk };
+            let end = start.saturating_add(size as usize);
+            let span = Span {
+                group,
+                blocks: start..end,
+                skip: skip as usize,
+                chunks: (u64::from(size) + skip).div_ceil(per_chunk),
+            };
+            start = end;
+            span
+        })
+    }
+}
+
+/// One group's part of a job.
+struct Span {
+    group: usize,
+    /// Positions in `block_ids`.
+    blocks: std::ops::Range<usize>,
+    /// Sub-blocks of the first chunk that the job leaves out.
+    skip: usize,
+    /// Number of chunks, thus of slots.
+    chunks: u64,
+}
+
+/// `named` holds `block << 32 | group`, sorted.
+fn blocks_differ(layout: &KvLayout, named: &[u64]) -> Result<(), PlanError> {
+    for same_block in named.chunk_by(|a, b| a >> 32 == b >> 32) {
+        for (at, &a) in same_block.iter().enumerate() {
+            let first = a as u32 as usize;
+            for &b in &same_block[at + 1..] {
+                let second = b as u32 as usize;
+                // Sorted: a group that has the block twice is found at its first pair, so this is
+                // at most groups x groups steps per block.
+                if first == second || layout.share_tensor(first, second) {
+                    let block = (a >> 32) as u32;
+                    return Err(PlanError::BlockTwice {
+                        block,
+                        first,
+                        second,
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One copy: contiguous on both sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyRun {
+    /// Index of the device tensor.
+    pub tensor: u32,
+    /// Bytes from the tensor's start.
+    pub device_offset: u64,
+    /// Bytes from the region's start.
+    pub region_offset: u64,
+    /// Bytes to copy; never 0.
+    pub bytes: u64,
+}
+
+/// The copies of one job.
+#[derive(Clone, Debug, Default)]
+pub struct CopyPlan {
+    /// Group after group, ref after ref, block after block. What is adjacent on both sides is one
+    /// run, unless a border between two pieces lies between.
+    pub runs: Vec<CopyRun>,
+    /// Sum of the runs' bytes.
+    pub bytes: u64,
+}
+
+impl CopyPlan {
+    /// Replaces this plan by that of `geometry`; an error leaves it empty. Keeps its memory.
+    pub fn build_into(
+        &mut self,
+        layout: &KvLayout,
+        geometry: &Geometry<'_>,
+    ) -> Result<(), PlanError> {
+        self.runs.clear();
+        self.bytes = 0;
+        geometry.check(layout)?;
+        let mut slots = geometry.slots;
+        for span in geometry.spans(layout) {
+            let (own, rest) = slots.split_at(span.chunks as usize);
+            slots = rest;
+            let blocks = &geometry.block_ids[span.blocks];
+            for page in layout.refs(span.group) {
+                self.add(layout, page, blocks, span.skip, own);
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the copies of one ref's pages.
+    fn add(
+        &mut self,
+        layout: &KvLayout,
+        page: &PlacedRef,
+        mut blocks: &[u32],
+        skip: usize,
+        slots: &[Slot],
+    ) {
+        let mut first = skip;
+        for &slot in slots {
+            let here = blocks.len().min(layout.blocks_per_chunk() as usize - first);
+            let (chunk, rest) = blocks.split_at(here);
+            let start = layout.slot_offset(slot) + page.offset;
+            for (sub_block, &block) in (first as u64..).zip(chunk) {
+                self.push(
+                    layout.piece_bytes(),
+                    CopyRun {
+                        tensor: page.tensor,
+                        device_offset: u64::from(block) * page.block_stride,
+                        region_offset: start + sub_block * page.page_bytes,
+                        bytes: page.page_bytes,
+                    },
+                );
+            }
+            (blocks, first) = (rest, 0);
+        }
+    }
+
+    /// Appends `run` or makes it part of the last one.
+    fn push(&mut self, piece_bytes: u64, run: CopyRun) {
+        self.bytes += run.bytes;
+        if let Some(last) = self.runs.last_mut()
+            && last.tensor == run.tensor
+            && last.device_offset + last.bytes == run.device_offset
+            && last.region_offset + last.bytes == run.region_offset
+            // A page lies in one slot and a slot in one piece, so only a run's start can be a border.
+            && !run.region_offset.is_multiple_of(piece_bytes)
+        {
+            last.bytes += run.bytes;
+        } else {
+            self.runs.push(run);
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! The job table and the fence against plain models.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvoffload_core::fence::{Fence, Use};
+use kvoffload_core::jobs::{Failure, Finished, Job, JobError, JobId, JobKind, JobTable, Report};
+use kvoffload_core::pool::{Generation, Slot};
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Begin { load: bool, slots: Vec<u32> },
+    Report { job: u64, rank: u32, fails: bool },
+    VoidAll,
+}
+
+fn op(num_ranks: u32) -> impl Strategy<Value = Op> {
+    let begin = (any::<bool>(), prop::collection::vec(0..50u32, 0..5));
+    prop_oneof![
+        3 => begin.prop_map(|(load, slots)| Op::Begin { load, slots }),
+        // Few jobs are under way, so most reports are of these; some of unknown jobs and ranks.
+        12 => (0..12u64, 0..num_ranks + 1, prop::bool::weighted(0.2))
+            .prop_map(|(job, rank, fails)| Op::Report { job, rank, fails }),
+        1 => Just(Op::VoidAll),
+    ]
+}
+
+struct ModelJob {
+    job: Job,
+    left: BTreeSet<u32>,
+    failures: Vec<Failure>,
+}
+
+proptest! {
+    /// Every answer as in the model: reports in any order, twice, by unknown ranks, of unknown, of
+    /// finished and of void jobs. An error changes nothing.
+    #[test]
+    fn the_table_does_what_the_model_does(
+        (num_ranks, ops) in prop_oneof![1..4u32, 63..66u32, Just(130u32)]
+            .prop_flat_map(|ranks| (Just(ranks), prop::collection::vec(op(ranks), 0..300))),
+        limit in 1..6usize,
+    ) {
+        let mut table = JobTable::new(num_ranks, limit).unwrap();
+        let mut live: BTreeMap<u64, ModelJob> = BTreeMap::new();
+        let (mut next, mut epoch, mut voided) = (0u64, 0u64, 0u64);
+        for op in ops {
+            match op {
+                Op::Begin { load, slots } => {
+                    let kind = if load { JobKind::Load } else { JobKind::Store };
+                    let generations: Box<[_]> =
+                        slots.iter().map(|slot| Generation::new(slot + 1)).collect();
+                    let slots: Box<[_]> = slots.into_iter().map(Slot::new).collect();
+                    let job = Job {
+                        id: JobId(next), kind, request: next * 3, slots, generations,
+                    };
+                    let begun = table.begin(
+                        kind, job.request, job.slots.clone(), job.generations.clone(),
+                    );
+                    if live.len() == limit {
+                        prop_assert_eq!(begun, Err(JobError::Full { limit }));
+                    } else {
+                        prop_assert_eq!(begun, Ok(JobId(next)));
+                        prop_assert_eq!(table.get(JobId(next)), Some(&job));
+                        let left = (0..num_ranks).collect();
+                        live.insert(next, ModelJob { job, left, failures: vec![] });
+                        next += 1;
+                    }
+                }
+                Op::Report { job, rank, fails } => {
+                    let id = JobId((next + 2).saturating_sub(job));
+                    let reason = format!("rank {rank} of job {id}");
+                    let outcome = if fails { Err(reason.clone()) } else { Ok(()) };
+                    let given = table.report(id, rank, outcome);
+                    let expected = if rank >= num_ranks {
+                        Err(JobError::UnknownRank { job: id, rank, num_ranks })
+                    } else if id.0 < epoch {
+                        voided += 1;
+                        Ok(Report::Voided)
+                    } else if let Some(entry) = live.get_mut(&id.0) {
+                        if entry.left.remove(&rank) {
+                            if fails {
+                                entry.failures.push(Failure { rank, reason });
+                            }
+                            if entry.left.is_empty() {
+                                let ModelJob { job, failures, .. } = live.remove(&id.0).unwrap();
+                                Ok(Report::Finished(Finished { job, failures }))
+                            } else {
+                                Ok(Report::Pending { ranks_left: entry.left.len() as u32 })
+                            }
+                        } else {
+                            Err(JobError::AlreadyReported { job: id, rank })
+                        }
+                    } else {
+                        Err(JobError::UnknownJob { job: id })
+                    };
+                    prop_assert_eq!(given, expected);
+                }
+                Op::VoidAll => {
+                    epoch = next;
+                    let jobs: Vec<Job> = std::mem::take(&mut live)
+                        .into_values().map(|entry| entry.job).collect();
+                    prop_assert_eq!(table.void_all(), jobs);
+                }
+            }
+            prop_assert_eq!(table.len(), live.len());
+            prop_assert_eq!(table.is_empty(), live.is_empty());
+            prop_assert_eq!(table.voided_reports(), voided);
+        }
+        // Whatever happened, the jobs that are left end with the reports that are left.
+        for (id, entry) in live {
+            let mut last = None;
+            for rank in entry.left {
+                last = Some(table.report(JobId(id), rank, Ok(())).unwrap());
+            }
+            let expected = Finished { job: entry.job, failures: entry.failures };
+            prop_assert_eq!(last, Some(Report::Finished(expected)));
+        }
+        prop_assert!(table.is_empty());
+    }
+
+    /// The fence against a list of all uses.
+    #[test]
+    fn the_fence_does_what_the_model_does(
+        ops in prop::collection::vec((0..6u64, 0..5u32, any::<bool>(), 0..8u32), 0..300),
+    ) {
+        let mut fence = Fence::new();
+        let mut uses: Vec<(u64, u32, Use)> = Vec::new();
+        for (job, id, writes, dice) in ops {
+            if dice == 0 {
+                let known = uses.iter().any(|entry| entry.0 == job);
+                prop_assert_eq!(fence.leave(job), known);
+                uses.retain(|entry| entry.0 != job);
+            } else {
+                let mode = if writes { Use::Write } else { Use::Read };
+                let expected: BTreeSet<u64> = uses.iter()
+                    .filter(|entry| entry.0 != job && entry.1 == id)
+                    .filter(|entry| mode == Use::Write || entry.2 == Use::Write)
+                    .map(|entry| entry.0)
+                    .collect();
+                let mut found = Vec::new();
+                fence.blockers(job, id, mode, &mut found);
+                prop_assert_eq!(&found, &expected.iter().copied().collect::<Vec<_>>());
+                fence.enter(job, id, mode, &mut found);
+                prop_assert_eq!(found, expected.into_iter().collect::<Vec<_>>(), "each once");
+                uses.push((job, id, mode));
+            }
+            let jobs: BTreeSet<u64> = uses.iter().map(|entry| entry.0).collect();
+            prop_assert_eq!((fence.num_jobs(), fence.num_uses()), (jobs.len(), uses.len()));
+            prop_assert_eq!(fence.is_empty(), uses.is_empty());
+        }
+    }
+}
+
+#[test]
+fn impossible_tables_and_jobs_are_refused() {
+    assert_eq!(JobTable::new(0, 1).unwrap_err(), JobError::NoRanks);
+    let mut table = JobTable::new(1, 1).unwrap();
+    let lone = table.begin(JobKind::Store, 0, [Slot::new(0)].into(), [].into());
+    assert_eq!(
+        lone,
+        Err(JobError::HandleCount {
+            slots: 1,
+            generations: 0
+        })
+    );
+    assert!(table.is_empty());
+    let none = JobTable::new(1, 0)
+        .unwrap()
+        .begin(JobKind::Load, 0, [].into(), [].into());
+    assert_eq!(none, Err(JobError::Full { limit: 0 }));
+}
+
+/// E2: the first rank's report is not everybody's, and one rank's report twice is not two ranks'.
+#[test]
+fn a_job_is_over_when_every_rank_has_reported_it() {
+    let mut table = JobTable::new(4, 8).unwrap();
+    let job = table
+        .begin(JobKind::Store, 9, [].into(), [].into())
+        .unwrap();
+    for (rank, ranks_left) in [(2, 3), (0, 2), (3, 1)] {
+        assert_eq!(
+            table.report(job, rank, Ok(())),
+            Ok(Report::Pending { ranks_left })
+        );
+        let again = JobError::AlreadyReported { job, rank };
+        assert_eq!(table.report(job, rank, Ok(())), Err(again));
+    }
+    let Ok(Report::Finished(finished)) = table.report(job, 1, Err("no driver".into())) else {
+        panic!("all four have reported");
+    };
+    assert_eq!(
+        finished.failures,
+        [Failure {
+            rank: 1,
+            reason: "no driver".into()
+        }]
+    );
+    assert_eq!(
+        table.report(job, 1, Ok(())),
+        Err(JobError::UnknownJob { job })
+    );
+}

@@ -1,0 +1,455 @@
+//! The manager against a model that knows the rules but no order: whatever the policy decides, a key
+//! answers *hit* only while its bytes are there, nothing in use is evicted, and nothing leaks.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use kvoffload_core::manager::{
+    Answer, Clock, Config, Manager, ManagerError, PolicyKind, Prepared, Request,
+};
+use proptest::prelude::*;
+
+const KEYS: u8 = 24;
+const REQUESTS: usize = 4;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Lookup(Vec<u8>),
+    Store {
+        request: usize,
+        keys: Vec<u8>,
+    },
+    Stored {
+        request: usize,
+        pick: usize,
+        success: bool,
+    },
+    Load {
+        request: usize,
+        keys: Vec<u8>,
+    },
+    Loaded {
+        request: usize,
+        pick: usize,
+    },
+    LoadedTwice {
+        request: usize,
+        key: u8,
+    },
+    Touch(Vec<u8>),
+    Finish {
+        request: usize,
+        positions: bool,
+    },
+    Replace {
+        request: usize,
+    },
+    Reset,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let keys = || prop::collection::vec(0..KEYS, 1..7);
+    let request = 0..REQUESTS;
+    prop_oneof![
+        4 => keys().prop_map(Op::Lookup),
+        6 => (request.clone(), keys()).prop_map(|(request, keys)| Op::Store { request, keys }),
+        6 => (request.clone(), any::<usize>(), prop::bool::weighted(0.8))
+            .prop_map(|(request, pick, success)| Op::Stored { request, pick, success }),
+        4 => (request.clone(), keys()).prop_map(|(request, keys)| Op::Load { request, keys }),
+        4 => (request.clone(), any::<usize>()).prop_map(|(request, pick)| Op::Loaded { request, pick }),
+        1 => (request.clone(), 0..KEYS).prop_map(|(request, key)| Op::LoadedTwice { request, key }),
+        1 => keys().prop_map(Op::Touch),
+        2 => (request.clone(), any::<bool>())
+            .prop_map(|(request, positions)| Op::Finish { request, positions }),
+        2 => request.prop_map(|request| Op::Replace { request }),
+        1 => Just(Op::Reset),
+    ]
+}
+
+/// Long keys now and then: they live on the heap.
+fn name(key: u8) -> Vec<u8> {
+    let mut name = vec![key; if key % 5 == 0 { 60 } else { 32 }];
+    name.extend(u32::from(key % 3).to_be_bytes());
+    name
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Chunk {
+    Writing { by: usize },
+    Ready { pins: u32 },
+}
+
+struct World {
+    manager: Manager,
+    requests: Vec<Request>,
+    chunks: BTreeMap<u8, Chunk>,
+    stores: Vec<Vec<Vec<u8>>>,
+    loads: Vec<Vec<Vec<u8>>>,
+    outlived: Vec<bool>,
+    prepared: Prepared,
+    partial: bool,
+    slots: usize,
+}
+
+impl World {
+    fn new(config: Config) -> Self {
+        let (partial, slots) = (config.partial_admission, config.num_slots as usize);
+        let manager = Manager::new(config).unwrap();
+        Self {
+            requests: (0..REQUESTS).map(|_| manager.new_request()).collect(),
+            manager,
+            chunks: BTreeMap::new(),
+            stores: vec![Vec::new(); REQUESTS],
+            loads: vec![Vec::new(); REQUESTS],
+            outlived: vec![false; REQUESTS],
+            prepared: Prepared::default(),
+            partial,
+            slots,
+        }
+    }
+
+    fn run(&mut self, op: Op) {
+        match op {
+            Op::Lookup(keys) => {
+                for key in keys {
+                    let expected = match self.chunks.get(&key) {
+                        None => Answer::Miss,
+                        Some(Chunk::Writing { .. }) => Answer::Later,
+                        Some(Chunk::Ready { .. }) => Answer::Hit,
+                    };
+                    assert_eq!(self.manager.lookup(&name(key)), expected);
+                }
+            }
+            Op::Store { request, keys } => self.store(request, &keys),
+            Op::Stored {
+                request,
+                pick,
+                success,
+            } => self.stored(request, pick, success),
+            Op::Load { request, keys } => self.load(request, &keys),
+            Op::Loaded { request, pick } => self.loaded(request, pick),
+            Op::LoadedTwice { request, key } => {
+                if !self.loads[request]
+                    .iter()
+                    .flatten()
+                    .any(|held| *held == key)
+                {
+                    let ended = self
+                        .manager
+                        .complete_load([&*name(key)], &mut self.requests[request]);
+                    let stale = Err(ManagerError::StaleHandle { position: 0 });
+                    assert_eq!(
+                        ended,
+                        if self.outlived[request] {
+                            Ok(())
+                        } else {
+                            stale
+                        }
+                    );
+                }
+            }
+            Op::Touch(keys) => {
+                let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+                self.manager.touch(names.iter().map(Vec::as_slice));
+            }
+            Op::Finish { request, positions } => {
+                let names: Vec<_> = (0..KEYS).map(name).collect();
+                let at = names
+                    .iter()
+                    .map(Vec::as_slice)
+                    .zip(0..)
+                    .filter(|_| positions);
+                self.manager
+                    .finish_request(&mut self.requests[request], at)
+                    .unwrap();
+            }
+            Op::Replace { request } => {
+                if self.stores[request].is_empty() && self.loads[request].is_empty() {
+                    self.requests[request] = self.manager.new_request();
+                    self.outlived[request] = false;
+                }
+            }
+            Op::Reset => {
+                self.manager.reset();
+                self.chunks.clear();
+                self.stores
+                    .iter_mut()
+                    .chain(&mut self.loads)
+                    .for_each(Vec::clear);
+                self.outlived = vec![true; REQUESTS];
+            }
+        }
+        self.manager.validate();
+    }
+
+    fn store(&mut self, request: usize, keys: &[u8]) {
+        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let names: Vec<&[u8]> = names.iter().map(Vec::as_slice).collect();
+        let mut absent: Vec<usize> = Vec::new();
+        for (at, key) in keys.iter().enumerate() {
+            if !self.chunks.contains_key(key) && !keys[..at].contains(key) {
+                absent.push(at);
+            }
+        }
+        let idle = self
+            .chunks
+            .iter()
+            .filter(|(key, chunk)| **chunk == Chunk::Ready { pins: 0 } && !keys.contains(key))
+            .count();
+        let room = self.slots - self.chunks.len() + idle;
+        if self.partial && room > 0 {
+            absent.truncate(room);
+        }
+        let before = self.manager.dump();
+        let ok = self
+            .manager
+            .prepare_store(&names, &mut self.requests[request], &mut self.prepared)
+            .unwrap();
+        assert_eq!(ok, absent.len() <= room);
+        if !ok {
+            assert_eq!(
+                self.manager.dump().keys,
+                before.keys,
+                "a refusal moves no chunk"
+            );
+            return;
+        }
+        assert_eq!(
+            self.prepared.to_store, absent,
+            "the caller's order, each absent key once"
+        );
+        let evicted = absent.len().saturating_sub(self.slots - self.chunks.len());
+        assert_eq!(self.prepared.evicted.len(), evicted);
+        for victim in &self.prepared.evicted {
+            let key = victim.as_bytes()[0];
+            assert_eq!(victim.as_bytes(), name(key));
+            assert!(!keys.contains(&key), "a store never evicts its own input");
+            assert_eq!(self.chunks.remove(&key), Some(Chunk::Ready { pins: 0 }));
+        }
+        let distinct: BTreeSet<_> = self.prepared.slots.iter().collect();
+        assert_eq!(distinct.len(), absent.len());
+        let stored: Vec<u8> = absent.iter().map(|at| keys[*at]).collect();
+        for key in &stored {
+            self.chunks.insert(*key, Chunk::Writing { by: request });
+        }
+        if !stored.is_empty() {
+            self.stores[request].push(stored);
+        }
+    }
+
+    fn stored(&mut self, request: usize, pick: usize, success: bool) {
+        if self.stores[request].is_empty() {
+            return;
+        }
+        let pick = pick % self.stores[request].len();
+        let keys = self.stores[request].swap_remove(pick);
+        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let other = (request + 1) % REQUESTS;
+        let names = || names.iter().map(Vec::as_slice);
+        // A write is ended by its owner only.
+        self.manager
+            .complete_store(names(), &mut self.requests[other], true)
+            .unwrap();
+        assert_eq!(self.manager.lookup(names().next().unwrap()), Answer::Later);
+        self.manager
+            .complete_store(names(), &mut self.requests[request], success)
+            .unwrap();
+        for key in keys {
+            assert_eq!(
+                self.chunks.remove(&key),
+                Some(Chunk::Writing { by: request })
+            );
+            if success {
+                self.chunks.insert(key, Chunk::Ready { pins: 0 });
+            }
+        }
+    }
+
+    fn load(&mut self, request: usize, keys: &[u8]) {
+        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let names = names.iter().map(Vec::as_slice);
+        let bad = keys
+            .iter()
+            .position(|key| !matches!(self.chunks.get(key), Some(Chunk::Ready { .. })));
+        let mut slots = Vec::new();
+        let pinned = self
+            .manager
+            .prepare_load(names, &mut self.requests[request], &mut slots);
+        if let Some(position) = bad {
+            let writing = self.chunks.contains_key(&keys[position]);
+            assert_eq!(pinned, Err(ManagerError::KeyNotReady { position, writing }));
+            assert!(slots.is_empty());
+            return;
+        }
+        pinned.unwrap();
+        let dump = self.manager.dump();
+        for (key, slot) in keys.iter().zip(&slots) {
+            let at = dump.keys.iter().find(|chunk| chunk.slot == *slot).unwrap();
+            assert_eq!(
+                at.key.as_bytes(),
+                name(*key),
+                "slots come in the order of the keys"
+            );
+            match self.chunks.get_mut(key) {
+                Some(Chunk::Ready { pins }) => *pins += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+        self.loads[request].push(keys.to_vec());
+    }
+
+    fn loaded(&mut self, request: usize, pick: usize) {
+        if self.loads[request].is_empty() {
+            return;
+        }
+        let pick = pick % self.loads[request].len();
+        let keys = self.loads[request].swap_remove(pick);
+        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let names = names.iter().map(Vec::as_slice);
+        self.manager
+            .complete_load(names, &mut self.requests[request])
+            .unwrap();
+        for key in keys {
+            match self.chunks.get_mut(&key) {
+                Some(Chunk::Ready { pins }) => *pins -= 1,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Ends what is in progress; afterwards every slot is free or ready.
+    fn drain(&mut self) {
+        for request in 0..REQUESTS {
+            while !self.stores[request].is_empty() {
+                self.stored(request, 0, true);
+            }
+            while !self.loads[request].is_empty() {
+                self.loaded(request, 0);
+            }
+            // A request learns of a reset at its next call.
+            self.manager
+                .finish_request(&mut self.requests[request], [])
+                .unwrap();
+            assert_eq!(self.requests[request].held(), 0);
+        }
+        let stats = self.manager.stats();
+        assert_eq!((stats.pinned, stats.writing), (0, 0));
+        assert_eq!(stats.free + stats.ready, stats.slots);
+        self.manager.validate();
+    }
+}
+
+fn config(slots: u32, arc: bool, partial: bool) -> Config {
+    Config {
+        policy: if arc {
+            PolicyKind::Arc
+        } else {
+            PolicyKind::Lru
+        },
+        partial_admission: partial,
+        events: true,
+        ..Config::new(slots)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_life_cycle_keeps_the_rules(
+        slots in 1u32..20,
+        arc in any::<bool>(),
+        partial in any::<bool>(),
+        ops in prop::collection::vec(op(), 1..150),
+    ) {
+        let mut world = World::new(config(slots, arc, partial));
+        for op in ops {
+            world.run(op);
+        }
+        world.drain();
+    }
+}
+
+#[test]
+fn an_overdue_write_misses_and_its_late_end_still_counts() {
+    let seconds = Arc::new(AtomicU32::new(0));
+    let clock = Arc::clone(&seconds);
+    let manager = Manager::new(Config {
+        write_deadline_s: 10,
+        clock: Clock::new(move || clock.load(Ordering::Relaxed)),
+        ..Config::new(2)
+    })
+    .unwrap();
+    let mut request = manager.new_request();
+    let mut prepared = Prepared::default();
+    let keys: [&[u8]; 1] = [b"k"];
+    assert!(
+        manager
+            .prepare_store(&keys, &mut request, &mut prepared)
+            .unwrap()
+    );
+    seconds.store(10, Ordering::Relaxed);
+    assert_eq!(manager.lookup(b"k"), Answer::Later);
+    seconds.store(11, Ordering::Relaxed);
+    assert_eq!(manager.lookup(b"k"), Answer::Miss);
+    assert_eq!(manager.stats().overdue, 1);
+
+    // The copy may still run: neither the key nor the slot is given out again.
+    let mut other = manager.new_request();
+    let two: [&[u8]; 2] = [b"k", b"l"];
+    assert!(
+        manager
+            .prepare_store(&two, &mut other, &mut prepared)
+            .unwrap()
+    );
+    assert_eq!(prepared.to_store, [1]);
+    let three: [&[u8]; 1] = [b"m"];
+    assert!(
+        !manager
+            .prepare_store(&three, &mut other, &mut prepared)
+            .unwrap()
+    );
+
+    manager.complete_store(keys, &mut request, true).unwrap();
+    assert_eq!(manager.lookup(b"k"), Answer::Hit);
+}
+
+#[test]
+fn a_request_of_another_manager_is_refused() {
+    let (a, b) = (
+        Manager::new(Config::new(1)).unwrap(),
+        Manager::new(Config::new(1)).unwrap(),
+    );
+    let mut request = a.new_request();
+    let keys: [&[u8]; 1] = [b"k"];
+    let stored = b.prepare_store(&keys, &mut request, &mut Prepared::default());
+    assert_eq!(stored, Err(ManagerError::ForeignRequest));
+    assert_eq!(b.stats().free, 1);
+}
+
+#[test]
+fn bad_settings_are_named() {
+    assert_eq!(
+        Manager::new(Config::new(0)).unwrap_err(),
+        ManagerError::NoSlots
+    );
+    let many = Config::MAX_SLOTS + 1;
+    let error = Manager::new(Config::new(many)).unwrap_err();
+    assert_eq!(error, ManagerError::TooManySlots { num_slots: many });
+    assert!(
+        PolicyKind::from_name("lfu")
+            .unwrap_err()
+            .to_string()
+            .contains("\"lru\"")
+    );
+}
+
+#[test]
+fn metadata_stays_within_its_budget() {
+    for (arc, budget) in [(false, 128), (true, 256)] {
+        let manager = Manager::new(config(100_000, arc, false)).unwrap();
+        let bytes = manager.metadata_bytes() / 100_000;
+        assert!(bytes <= budget, "{bytes} bytes a slot, arc: {arc}");
+    }
+}

@@ -1,0 +1,367 @@
+//! Copy plans against a byte-level model: executing a plan's runs must leave the same bytes as copying
+//! every page of every block by itself, and touch no other.
+
+use kvoffload_core::jobs::JobKind;
+use kvoffload_core::layout::{KvLayout, LayoutError, PageRef, TensorLayout, slot_bytes};
+use kvoffload_core::plan::{CopyPlan, CopyRun, Geometry};
+use kvoffload_core::pool::Slot;
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+/// What a layout is made of, kept for the model.
+#[derive(Clone, Debug)]
+struct Shape {
+    tensors: Vec<TensorLayout>,
+    groups: Vec<Vec<PageRef>>,
+    blocks_per_chunk: u32,
+    num_slots: u32,
+    slot_bytes: u64,
+    slots_per_piece: u32,
+}
+
+impl Shape {
+    fn layout(&self) -> Result<KvLayout, LayoutError> {
+        KvLayout::new(
+            self.tensors.clone(),
+            self.groups.clone(),
+            self.blocks_per_chunk,
+            self.num_slots,
+            self.slot_bytes,
+            self.slots_per_piece,
+        )
+    }
+}
+
+/// A job, owned.
+#[derive(Clone, Debug)]
+struct Work {
+    block_ids: Vec<u32>,
+    group_sizes: Vec<u32>,
+    block_indices: Vec<u64>,
+    slots: Vec<Slot>,
+}
+
+impl Work {
+    fn geometry(&self) -> Geometry<'_> {
+        Geometry {
+            block_ids: &self.block_ids,
+            group_sizes: &self.group_sizes,
+            block_indices: &self.block_indices,
+            slots: &self.slots,
+        }
+    }
+
+    /// (group, block, slot, sub-block) of every block of the job.
+    fn blocks(&self, shape: &Shape) -> Vec<(usize, u32, Slot, u64)> {
+        let per_chunk = u64::from(shape.blocks_per_chunk);
+        let (mut blocks, mut slots) = (self.block_ids.iter(), self.slots.iter());
+        let mut all = Vec::new();
+        for (group, (&size, &first)) in self.group_sizes.iter().zip(&self.block_indices).enumerate()
+        {
+            let mut slot = None;
+            for logical in first..first + u64::from(size) {
+                if slot.is_none() || logical % per_chunk == 0 {
+                    slot = slots.next().copied();
+                }
+                let block = *blocks.next().unwrap();
+                all.push((group, block, slot.unwrap(), logical % per_chunk));
+            }
+        }
+        assert!(blocks.next().is_none() && slots.next().is_none());
+        all
+    }
+}
+
+fn tensor() -> impl Strategy<Value = TensorLayout> {
+    let gap = prop_oneof![3 => Just(0u64), 1 => 1..9u64];
+    (1..14u32, 1..20u64, gap).prop_map(|(num_blocks, page_bytes, gap)| TensorLayout {
+        num_blocks,
+        block_stride: page_bytes + gap,
+        page_bytes,
+    })
+}
+
+fn shape() -> impl Strategy<Value = Shape> {
+    let refs = prop::collection::vec(
+        (any::<Index>(), prop_oneof![3 => Just(0u64), 1 => 1..9u64]),
+        0..4,
+    );
+    (
+        prop::collection::vec(tensor(), 1..4),
+        prop::collection::vec(refs, 1..4),
+        1..9u32,
+        1..40u32,
+        prop_oneof![2 => Just(None), 1 => (0..7u64).prop_map(Some)],
+        1..8u32,
+    )
+        .prop_map(
+            |(tensors, groups, blocks_per_chunk, num_slots, spare, slots_per_piece)| {
+                let page_ref = |(index, padding): (Index, u64)| {
+                    let tensor = index.index(tensors.len());
+                    let page_bytes = tensors[tensor].page_bytes.saturating_sub(padding).max(1);
+                    PageRef {
+                        tensor: tensor as u32,
+                        page_bytes,
+                    }
+                };
+                let groups: Vec<Vec<PageRef>> = groups
+                    .into_iter()
+                    .map(|refs| refs.into_iter().map(page_ref).collect())
+                    .collect();
+                let chunk = |refs: &Vec<PageRef>| -> u64 {
+                    refs.iter().map(|r| r.page_bytes).sum::<u64>() * u64::from(blocks_per_chunk)
+                };
+                let tight = groups.iter().map(chunk).max().unwrap_or(0).max(1);
+                let slot_bytes = spare.map_or(tight.next_multiple_of(64), |spare| tight + spare);
+                Shape {
+                    tensors,
+                    groups,
+                    blocks_per_chunk,
+                    num_slots,
+                    slot_bytes,
+                    slots_per_piece,
+                }
+            },
+        )
+}
+
+/// Jobs whose blocks and slots come in consecutive runs, mostly without repetition.
+fn work(shape: &Shape) -> impl Strategy<Value = Work> + use<> {
+    let limits: Vec<u32> = shape
+        .groups
+        .iter()
+        .map(|refs| {
+            refs.iter()
+                .map(|r| shape.tensors[r.tensor as usize].num_blocks)
+                .min()
+        })
+        .map(|limit| limit.unwrap_or(1000))
+        .collect();
+    let per_group = (
+        0..12u32,
+        0..20u64,
+        any::<Index>(),
+        prop::bool::weighted(0.3),
+        0..30u32,
+    );
+    let groups = prop::collection::vec(per_group, limits.len());
+    let (num_slots, per_chunk) = (shape.num_slots, u64::from(shape.blocks_per_chunk));
+    (groups, 0..num_slots, prop::bool::weighted(0.2)).prop_map(move |(groups, start, backwards)| {
+        let (mut block_ids, mut group_sizes, mut block_indices) = (vec![], vec![], vec![]);
+        let mut chunks = 0;
+        for (&limit, (size, first, from, scattered, step)) in limits.iter().zip(groups) {
+            let size = size.min(limit);
+            let from = from.index(limit as usize) as u32;
+            let step = if scattered { step } else { 1 };
+            block_ids.extend((0..size).map(|at| (from + at * step) % limit));
+            group_sizes.push(size);
+            block_indices.push(first);
+            if size > 0 {
+                chunks += (first % per_chunk + u64::from(size)).div_ceil(per_chunk);
+            }
+        }
+        let slot = |at: u64| {
+            let at = (u64::from(start) + at) as u32 % num_slots;
+            Slot::new(if backwards { num_slots - 1 - at } else { at })
+        };
+        Work {
+            block_ids,
+            group_sizes,
+            block_indices,
+            slots: (0..chunks).map(slot).collect(),
+        }
+    })
+}
+
+/// Bytes of all device tensors and of the region, each byte telling where it came from.
+#[derive(Clone, Debug, PartialEq)]
+struct Memory {
+    tensors: Vec<Vec<u8>>,
+    region: Vec<u8>,
+}
+
+impl Memory {
+    fn new(shape: &Shape) -> Self {
+        let fill = |len: u64, seed: u64| -> Vec<u8> {
+            (0..len)
+                .map(|at| ((at * 0x9e37_79b9 + seed * 0x85eb_ca6b) >> 11) as u8)
+                .collect()
+        };
+        let extent = |t: &TensorLayout| u64::from(t.num_blocks - 1) * t.block_stride + t.page_bytes;
+        let tensors = shape
+            .tensors
+            .iter()
+            .zip(1..)
+            .map(|(t, seed)| fill(extent(t), seed))
+            .collect();
+        let region = fill(u64::from(shape.num_slots) * shape.slot_bytes, 77);
+        Self { tensors, region }
+    }
+
+    fn copy(&mut self, kind: JobKind, run: CopyRun) {
+        let device = run.device_offset as usize..(run.device_offset + run.bytes) as usize;
+        let host = run.region_offset as usize..(run.region_offset + run.bytes) as usize;
+        let tensor = &mut self.tensors[run.tensor as usize][device];
+        match kind {
+            JobKind::Store => self.region[host].copy_from_slice(tensor),
+            JobKind::Load => tensor.copy_from_slice(&self.region[host]),
+        }
+    }
+
+    /// Page by page, by the definition of the slot layout.
+    fn copy_all(&mut self, kind: JobKind, shape: &Shape, work: &Work) {
+        for (group, block, slot, sub_block) in work.blocks(shape) {
+            let mut start = u64::from(slot.get()) * shape.slot_bytes;
+            for page in &shape.groups[group] {
+                let stride = shape.tensors[page.tensor as usize].block_stride;
+                let run = CopyRun {
+                    tensor: page.tensor,
+                    device_offset: u64::from(block) * stride,
+                    region_offset: start + sub_block * page.page_bytes,
+                    bytes: page.page_bytes,
+                };
+                self.copy(kind, run);
+                start += u64::from(shape.blocks_per_chunk) * page.page_bytes;
+            }
+        }
+    }
+}
+
+/// Whether the job would write a byte twice for two of its chunks or blocks.
+fn writes_twice(kind: JobKind, shape: &Shape, work: &Work) -> bool {
+    let tensors = |group: usize| shape.groups[group].iter().map(|r| r.tensor);
+    let blocks = work.blocks(shape);
+    blocks.iter().enumerate().any(|(at, a)| {
+        blocks[at + 1..].iter().any(|b| match kind {
+            JobKind::Store => false,
+            JobKind::Load => a.1 == b.1 && tensors(a.0).any(|t| tensors(b.0).any(|u| t == u)),
+        })
+    }) || kind == JobKind::Store
+        && (1..work.slots.len()).any(|at| work.slots[..at].contains(&work.slots[at]))
+}
+
+fn check_runs(plan: &CopyPlan, shape: &Shape) -> Result<(), TestCaseError> {
+    let piece = u64::from(shape.slots_per_piece) * shape.slot_bytes;
+    prop_assert_eq!(
+        plan.runs.iter().map(|run| run.bytes).sum::<u64>(),
+        plan.bytes
+    );
+    for run in &plan.runs {
+        prop_assert!(run.bytes > 0);
+        let last = run.region_offset + run.bytes - 1;
+        prop_assert_eq!(
+            run.region_offset / piece,
+            last / piece,
+            "crosses a piece border"
+        );
+    }
+    for pair in plan.runs.windows(2) {
+        let adjacent = pair[0].tensor == pair[1].tensor
+            && pair[0].device_offset + pair[0].bytes == pair[1].device_offset
+            && pair[0].region_offset + pair[0].bytes == pair[1].region_offset;
+        prop_assert!(
+            !adjacent || pair[1].region_offset % piece == 0,
+            "not merged: {:?}",
+            pair
+        );
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn a_plan_moves_exactly_the_pages_of_the_job(
+        (shape, work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
+        kind in prop_oneof![Just(JobKind::Store), Just(JobKind::Load)],
+    ) {
+        let layout = shape.layout().unwrap();
+        let geometry = work.geometry();
+        prop_assert_eq!(geometry.check(&layout), Ok(()));
+        let checked = geometry.check_job(kind, &layout, &mut vec![7; 3]);
+        prop_assert_eq!(checked.is_err(), writes_twice(kind, &shape, &work), "{:?}", checked);
+
+        let mut plan = CopyPlan::default();
+        plan.build_into(&layout, &geometry).unwrap();
+        check_runs(&plan, &shape)?;
+        if checked.is_ok() {
+            let mut planned = Memory::new(&shape);
+            let mut expected = planned.clone();
+            plan.runs.iter().for_each(|&run| planned.copy(kind, run));
+            expected.copy_all(kind, &shape, &work);
+            prop_assert_eq!(planned, expected);
+        }
+    }
+
+    /// Any numbers at all: a typed error or a plan inside the bounds, never a panic.
+    #[test]
+    fn hostile_jobs_are_refused(
+        shape in shape(),
+        block_ids in prop::collection::vec(prop_oneof![0..14u32, any::<u32>()], 0..6),
+        group_sizes in prop::collection::vec(prop_oneof![0..4u32, any::<u32>()], 0..4),
+        block_indices in prop::collection::vec(prop_oneof![0..9u64, any::<u64>()], 0..4),
+        slots in prop::collection::vec(prop_oneof![0..40u32, any::<u32>()], 0..6),
+    ) {
+        let slots = slots.into_iter().map(Slot::new).collect();
+        let work = Work { block_ids, group_sizes, block_indices, slots };
+        let layout = shape.layout().unwrap();
+        let mut plan = CopyPlan::default();
+        let built = plan.build_into(&layout, &work.geometry());
+        prop_assert_eq!(built, work.geometry().check(&layout));
+        if built.is_err() {
+            prop_assert!(plan.runs.is_empty() && plan.bytes == 0);
+            prop_assert_eq!(work.geometry().check_job(JobKind::Load, &layout, &mut vec![]), built);
+        } else {
+            let mut memory = Memory::new(&shape);
+            plan.runs.iter().for_each(|&run| memory.copy(JobKind::Store, run));
+        }
+    }
+
+    #[test]
+    fn hostile_layouts_are_refused(
+        tensors in prop::collection::vec((big32(), big64(), big64()), 0..3),
+        groups in prop::collection::vec(prop::collection::vec((0..3u32, big64()), 0..3), 0..3),
+        (blocks_per_chunk, num_slots, slot_bytes, slots_per_piece) in
+            (big32(), big32(), big64(), big32()),
+    ) {
+        let tensors = tensors.into_iter().map(|(num_blocks, block_stride, page_bytes)| {
+            TensorLayout { num_blocks, block_stride, page_bytes }
+        });
+        let page_ref = |(tensor, page_bytes)| PageRef { tensor, page_bytes };
+        let groups: Vec<Vec<PageRef>> =
+            groups.into_iter().map(|refs| refs.into_iter().map(page_ref).collect()).collect();
+        let needed = slot_bytes_exact(&groups, blocks_per_chunk);
+        let given = u128::from(self::slot_bytes(&groups, blocks_per_chunk));
+        if blocks_per_chunk > 0 {
+            prop_assert_eq!(given, needed.next_multiple_of(64).min(u128::from(u64::MAX)));
+        }
+        let shape = Shape {
+            tensors: tensors.collect(), groups, blocks_per_chunk, num_slots, slot_bytes, slots_per_piece,
+        };
+        if let Ok(layout) = shape.layout() {
+            prop_assert!(needed <= u128::from(slot_bytes));
+            let last = Slot::new(num_slots - 1);
+            prop_assert_eq!(layout.slot_offset(last) + slot_bytes, layout.region_bytes());
+            prop_assert_eq!(layout.piece_of(last) + 1, layout.num_pieces());
+        }
+    }
+}
+
+fn big32() -> impl Strategy<Value = u32> {
+    prop_oneof![0..5u32, any::<u32>(), Just(u32::MAX)]
+}
+
+fn big64() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        0..200u64,
+        any::<u64>(),
+        Just(u64::MAX),
+        (0..64u32).prop_map(|bit| 1 << bit)
+    ]
+}
+
+fn slot_bytes_exact(groups: &[Vec<PageRef>], blocks_per_chunk: u32) -> u128 {
+    let block = |refs: &Vec<PageRef>| refs.iter().map(|r| u128::from(r.page_bytes)).sum::<u128>();
+    groups.iter().map(block).max().unwrap_or(0) * u128::from(blocks_per_chunk)
+}

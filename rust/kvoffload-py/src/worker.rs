@@ -1,0 +1,401 @@
+//! `HostWorker`: one rank's host region and the threads that copy.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use kvoffload_core::layout::{self, PageRef, TensorLayout};
+use kvoffload_core::plan::Geometry;
+use kvoffload_core::pool::Slot;
+use kvoffload_transfer::{
+    CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind, LoadFault,
+    StartError, SubmitError, Verify, WaitTimeout,
+};
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::convert::cast;
+use crate::errors::{About, raise};
+
+/// (job, whether it is a store, bytes, seconds)
+type Finished = (u64, bool, u64, f64);
+
+/// One rank's host region, and the threads that copy to and from it.
+#[pyclass(frozen, module = "kvoffload_rs._core")]
+pub(crate) struct HostWorker {
+    engine: HostEngine,
+    wait_timeout: Duration,
+}
+
+#[pymethods]
+impl HostWorker {
+    #[new]
+    #[pyo3(signature = (tensors, groups, *, blocks_per_chunk, num_slots, slot_bytes, keep_alive = None,
+        verify = "off", verify_sample = 16, wait_timeout_s = 60.0, faults = None))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments of a Python constructor"
+    )]
+    fn new(
+        py: Python<'_>,
+        tensors: Vec<(u64, u64, u64, u64)>,
+        groups: Vec<Vec<(u32, u64)>>,
+        blocks_per_chunk: u32,
+        num_slots: u64,
+        slot_bytes: u64,
+        keep_alive: Option<Py<PyAny>>,
+        verify: &str,
+        verify_sample: u32,
+        wait_timeout_s: f64,
+        faults: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let wait_timeout = Duration::try_from_secs_f64(wait_timeout_s).map_err(|_| {
+            let text = format!("wait_timeout_s is {wait_timeout_s}: give seconds, 0 or more");
+            config_error(py, "wait_timeout_s", text)
+        })?;
+        let verify = match verify {
+            "off" => Verify::Off,
+            "all" => Verify::All,
+            "sample" => Verify::Sample(NonZeroU32::new(verify_sample).ok_or_else(|| {
+                config_error(
+                    py,
+                    "verify_sample",
+                    "verify_sample is 0: give 1 or more".to_owned(),
+                )
+            })?),
+            other => {
+                let text = format!("verify is {other:?}: use \"off\", \"sample\" or \"all\"");
+                return Err(config_error(py, "verify", text));
+            }
+        };
+        let tensors = tensors
+            .into_iter()
+            .map(|(address, num_blocks, block_stride, page_bytes)| {
+                Ok(HostTensor {
+                    address: cast(py, "tensors", address)?,
+                    layout: TensorLayout {
+                        num_blocks: cast(py, "tensors", num_blocks)?,
+                        block_stride,
+                        page_bytes,
+                    },
+                })
+            })
+            .collect::<PyResult<_>>()?;
+        let config = HostConfig {
+            tensors,
+            groups: page_refs(groups),
+            blocks_per_chunk,
+            num_slots: cast(py, "num_slots", num_slots)?,
+            slot_bytes,
+            keep_alive: keep_alive.map(|object| Box::new(object) as _),
+            faults: fault_plan(py, faults)?,
+            engine: EngineConfig {
+                verify,
+                ..EngineConfig::default()
+            },
+        };
+        #[expect(unsafe_code, reason = "Python hands tensors over as addresses")]
+        // SAFETY: the caller (KvOffloadWorker) passes addresses and strides of live tensors together
+        // with `keep_alive`, which holds them until the engine's threads have ended, and leaves the
+        // blocks of a submitted job alone until its end is known: that is vLLM's contract with a worker.
+        let engine = py.detach(|| unsafe { HostEngine::new(config) });
+        Ok(Self {
+            engine: engine.map_err(|error| start_error(py, &error))?,
+            wait_timeout,
+        })
+    }
+
+    /// Starts copying blocks to slots.
+    fn submit_store(
+        &self,
+        py: Python<'_>,
+        job_id: u64,
+        block_ids: &Bound<'_, PyAny>,
+        group_sizes: Vec<u32>,
+        block_indices: Vec<u64>,
+        slots: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.submit(
+            py,
+            JobKind::Store,
+            job_id,
+            block_ids,
+            &group_sizes,
+            &block_indices,
+            slots,
+        )
+    }
+
+    /// Starts copying slots to blocks.
+    fn submit_load(
+        &self,
+        py: Python<'_>,
+        job_id: u64,
+        slots: &Bound<'_, PyAny>,
+        block_ids: &Bound<'_, PyAny>,
+        group_sizes: Vec<u32>,
+        block_indices: Vec<u64>,
+    ) -> PyResult<()> {
+        self.submit(
+            py,
+            JobKind::Load,
+            job_id,
+            block_ids,
+            &group_sizes,
+            &block_indices,
+            slots,
+        )
+    }
+
+    /// (job, whether it is a store, bytes, seconds) of what is over since the last call.
+    fn take_finished(&self, py: Python<'_>) -> PyResult<Vec<Finished>> {
+        match self.engine.take_finished_or_failure() {
+            Ok(ends) => Ok(ends
+                .into_iter()
+                .map(|end| (end.job, end.kind == JobKind::Store, end.bytes, end.seconds))
+                .collect()),
+            Err(end) => Err(match end.outcome {
+                Err(error) => copy_error(py, &error),
+                Ok(()) => raise(
+                    py,
+                    "TransferError",
+                    format!("job {} is said to have failed without a reason", end.job),
+                    About {
+                        job: Some(end.job),
+                        ..About::default()
+                    },
+                ),
+            }),
+        }
+    }
+
+    /// Waits until jobs are over; unknown ids are ignored.
+    fn wait(&self, py: Python<'_>, job_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let jobs: Vec<u64> = job_ids
+            .try_iter()?
+            .map(|job| job?.extract())
+            .collect::<PyResult<_>>()?;
+        py.detach(|| self.engine.wait(&jobs, self.wait_timeout))
+            .map_err(|timeout| wait_error(py, &timeout))
+    }
+
+    /// Lets running copies end, ends the threads and gives the memory back.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| {
+            self.engine.shutdown(
+                self.wait_timeout
+                    .min(EngineConfig::default().shutdown_timeout),
+            )
+        });
+    }
+
+    /// Counts of jobs, bytes and faults.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = PyDict::new(py);
+        for (name, value) in self.engine.stats().entries() {
+            stats.set_item(name, value)?;
+        }
+        Ok(stats)
+    }
+}
+
+impl HostWorker {
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the parts of a job as Python gives them"
+    )]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        kind: JobKind,
+        job: u64,
+        block_ids: &Bound<'_, PyAny>,
+        group_sizes: &[u32],
+        block_indices: &[u64],
+        slots: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let block_ids = ids(py, job, "block_ids", block_ids)?;
+        let slots: Vec<Slot> = ids(py, job, "slots", slots)?
+            .into_iter()
+            .map(Slot::new)
+            .collect();
+        let geometry = Geometry {
+            block_ids: &block_ids,
+            group_sizes,
+            block_indices,
+            slots: &slots,
+        };
+        match kind {
+            JobKind::Store => self.engine.submit_store(job, geometry),
+            JobKind::Load => self.engine.submit_load(job, geometry),
+        }
+        .map_err(|error| submit_error(py, &error))
+    }
+}
+
+/// Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.
+#[pyfunction]
+pub(crate) fn slot_bytes(groups: Vec<Vec<(u32, u64)>>, blocks_per_chunk: u32) -> u64 {
+    layout::slot_bytes(&page_refs(groups), blocks_per_chunk)
+}
+
+/// Memory of this machine or of the tightest cgroup limit above this process, in bytes.
+#[pyfunction]
+pub(crate) fn machine_memory_bytes() -> PyResult<u64> {
+    Ok(kvoffload_transfer::machine_memory_bytes()?)
+}
+
+fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {
+    let page_ref = |(tensor, page_bytes)| PageRef { tensor, page_bytes };
+    groups
+        .into_iter()
+        .map(|group| group.into_iter().map(page_ref).collect())
+        .collect()
+}
+
+/// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30.
+fn ids(
+    py: Python<'_>,
+    job: u64,
+    field: &'static str,
+    object: &Bound<'_, PyAny>,
+) -> PyResult<Vec<u32>> {
+    let bad = |text: String| {
+        let about = About {
+            field: Some(field),
+            job: Some(job),
+            ..About::default()
+        };
+        raise(
+            py,
+            "InvalidJobError",
+            format!("job {job}: {field} {text}"),
+            about,
+        )
+    };
+    let wide: Vec<i64> = if let Ok(buffer) = PyBuffer::<i32>::get(object) {
+        buffer.to_vec(py)?.into_iter().map(i64::from).collect()
+    } else if let Ok(buffer) = PyBuffer::<i64>::get(object) {
+        buffer.to_vec(py)?
+    } else {
+        return Err(bad("must be an array of 32 or 64-bit integers".to_owned()));
+    };
+    wide.iter()
+        .map(|&id| u32::try_from(id).map_err(|_| bad(format!("has {id}: ids are 0 to 4294967295"))))
+        .collect()
+}
+
+fn fault_plan(py: Python<'_>, faults: Option<&Bound<'_, PyDict>>) -> PyResult<FaultPlan> {
+    let mut plan = FaultPlan::default();
+    for (name, value) in faults.into_iter().flatten() {
+        let name: String = name.extract()?;
+        match name.as_str() {
+            "seed" => plan.seed = value.extract()?,
+            "max_delay_us" => plan.max_delay_us = value.extract()?,
+            "fail_every_store" => plan.fail_every_store = value.extract()?,
+            "fail_every_load" => plan.fail_every_load = value.extract()?,
+            "corrupt_every_store" => plan.corrupt_every_store = value.extract()?,
+            "stall_job" => plan.stall_job = value.extract()?,
+            "loads" => {
+                plan.loads = match value.extract::<String>()?.as_str() {
+                    "copy" => LoadFault::Copy,
+                    "nothing" => LoadFault::Nothing,
+                    "neighbour" => LoadFault::Neighbour,
+                    other => {
+                        let text = format!(
+                            "faults: loads is {other:?}: use \"copy\", \"nothing\" or \"neighbour\""
+                        );
+                        return Err(config_error(py, "faults", text));
+                    }
+                };
+            }
+            other => {
+                let text = format!("faults: {other:?} is not a fault that can be injected");
+                return Err(config_error(py, "faults", text));
+            }
+        }
+    }
+    Ok(plan)
+}
+
+fn config_error(py: Python<'_>, field: &'static str, text: String) -> PyErr {
+    raise(
+        py,
+        "ConfigError",
+        text,
+        About {
+            field: Some(field),
+            ..About::default()
+        },
+    )
+}
+
+fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
+    let (class, field, value) = match error {
+        StartError::TooLarge { needed, .. } => {
+            ("CapacityError", Some("cpu_bytes_to_use"), Some(*needed))
+        }
+        StartError::Zero { field } | StartError::Setting { field, .. } => {
+            ("ConfigError", Some(*field), None)
+        }
+        StartError::System { .. } => ("KvOffloadError", None, None),
+        _ => ("ConfigError", None, None),
+    };
+    raise(
+        py,
+        class,
+        error.to_string(),
+        About {
+            field,
+            value,
+            ..About::default()
+        },
+    )
+}
+
+fn submit_error(py: Python<'_>, error: &SubmitError) -> PyErr {
+    let class = match error {
+        SubmitError::Closed { .. } => "EngineClosedError",
+        _ => "InvalidJobError",
+    };
+    let slot = match error {
+        SubmitError::Quarantined { slot, .. } => Some(slot.get()),
+        _ => None,
+    };
+    raise(
+        py,
+        class,
+        error.to_string(),
+        About {
+            job: Some(error.job()),
+            slot,
+            ..About::default()
+        },
+    )
+}
+
+fn copy_error(py: Python<'_>, error: &CopyError) -> PyErr {
+    let class = match error {
+        CopyError::Verify { .. } => "VerifyError",
+        _ => "TransferError",
+    };
+    let slot = error.slot().map(Slot::get);
+    raise(
+        py,
+        class,
+        error.to_string(),
+        About {
+            job: Some(error.job()),
+            slot,
+            ..About::default()
+        },
+    )
+}
+
+fn wait_error(py: Python<'_>, timeout: &WaitTimeout) -> PyErr {
+    let about = About {
+        job: timeout.jobs.first().copied(),
+        ..About::default()
+    };
+    raise(py, "TransferTimeoutError", timeout.to_string(), about)
+}

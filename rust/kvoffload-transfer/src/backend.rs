@@ -1,0 +1,75 @@
+//! What the engine asks of whoever copies bytes.
+//!
+//! One [`Backend`] value serves one direction and belongs to that direction's thread, so it needs no
+//! locks. It never waits: [`Backend::submit`] takes a job over, [`Backend::poll`] moves the jobs it
+//! has on for a bounded time and hands back those that ended. The host backend copies inside `poll`;
+//! a backend for a device enqueues in `submit` and asks its events in `poll`. What a device has to
+//! wait for before a copy is known on the caller's thread only: whoever wraps the engine for it records
+//! an event there before [`Engine::submit`](crate::Engine::submit) and leaves it for the backend under
+//! the job's id.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvoffload_core::plan::CopyPlan;
+
+use crate::engine::JobIds;
+use crate::error::CopyError;
+
+/// One job's copies, on their way through a backend and back.
+#[derive(Debug)]
+pub struct Work {
+    /// The job's id.
+    pub job: u64,
+    /// What to copy.
+    pub plan: CopyPlan,
+    /// What the job named; the engine needs it again when the copies are done.
+    pub(crate) ids: Arc<JobIds>,
+}
+
+/// A job whose copies are over: nothing of them touches memory any more.
+#[derive(Debug)]
+pub struct Ended {
+    /// What was handed to [`Backend::submit`].
+    pub work: Work,
+    /// Seconds between the first copy's start and the last one's end.
+    pub seconds: f64,
+    /// Whether all bytes arrived.
+    pub outcome: Result<(), CopyError>,
+}
+
+/// When [`Backend::poll`] should be called again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Poll {
+    /// At once: there is more to do.
+    Again,
+    /// Not before this time has passed, if no other job is submitted.
+    After(Duration),
+}
+
+/// One direction's copies. All methods are called from that direction's thread alone.
+pub trait Backend: Send {
+    /// How many jobs it wants to hold at once, at least 1.
+    fn depth(&self) -> usize {
+        1
+    }
+
+    /// Takes over a job's copies, without waiting for them. Jobs in it at the same time never
+    /// conflict: the engine holds back a job whose blocks or slots another live job uses.
+    ///
+    /// # Errors
+    /// The copies cannot be made; none has been or will be.
+    fn submit(&mut self, work: Work) -> Result<(), CopyError>;
+
+    /// Moves the jobs it holds on for a bounded time (some milliseconds) and appends those that
+    /// ended. Every job ends once, here or in [`Backend::abandon`].
+    fn poll(&mut self, ended: &mut VecDeque<Ended>) -> Poll;
+
+    /// A job that ended well is about to be reported; the engine has done all it does with its slots.
+    fn retire(&mut self, _work: &Work) {}
+
+    /// Gives up all jobs it holds and returns them. It comes back only when none of their copies
+    /// touches memory any more; called after a panic and when a shutdown's deadline has passed.
+    fn abandon(&mut self) -> Vec<Work>;
+}

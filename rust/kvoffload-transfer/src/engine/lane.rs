@@ -1,0 +1,247 @@
+//! The thread of one direction.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvoffload_core::jobs::JobKind;
+use kvoffload_core::plan::CopyPlan;
+
+use super::Shared;
+use super::state::{JobIds, lane};
+use crate::backend::{Backend, Ended, Poll, Work};
+use crate::error::CopyError;
+use crate::region::Region;
+
+/// Everything one thread works with.
+pub(super) struct Lane {
+    kind: JobKind,
+    shared: Arc<Shared>,
+    region: Arc<Region>,
+    backend: Box<dyn Backend>,
+    /// Jobs in the backend.
+    held: usize,
+    /// When to ask the backend again; `None`: only after a wake-up.
+    poll_at: Option<Instant>,
+    /// Ends from the backend that have not been dealt with.
+    ended: VecDeque<Ended>,
+    /// The job that is being started or ended.
+    current: Option<u64>,
+    /// Memory of plans, to be used again.
+    spare: Vec<CopyPlan>,
+}
+
+enum Next {
+    Start(u64, Arc<JobIds>),
+    End(Ended),
+    Poll,
+    /// Give up what the backend holds.
+    GiveUp,
+    /// Give up a job that has not started.
+    Drop(u64),
+    Exit,
+}
+
+/// The thread's body.
+pub(super) fn run(lane: Lane) {
+    // Declared before the lane is moved in, so that it runs when the lane and the memory it owns
+    // are gone.
+    let _exit = Exit(Arc::clone(&lane.shared));
+    let mut lane = lane;
+    loop {
+        match catch_unwind(AssertUnwindSafe(|| lane.turn())) {
+            Ok(true) => {}
+            Ok(false) => break,
+            Err(panic) => lane.recover(&*panic),
+        }
+    }
+}
+
+/// Tells the engine that a thread is over, however it ended.
+struct Exit(Arc<Shared>);
+
+impl Drop for Exit {
+    fn drop(&mut self) {
+        self.0.state.lock().threads -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+impl Lane {
+    pub(super) fn new(
+        kind: JobKind,
+        shared: Arc<Shared>,
+        region: Arc<Region>,
+        backend: Box<dyn Backend>,
+    ) -> Self {
+        Self {
+            kind,
+            shared,
+            region,
+            backend,
+            held: 0,
+            poll_at: None,
+            ended: VecDeque::new(),
+            current: None,
+            spare: Vec::new(),
+        }
+    }
+
+    /// Does one thing; false at the end.
+    fn turn(&mut self) -> bool {
+        match self.next() {
+            Next::Start(job, ids) => {
+                self.current = Some(job);
+                match self.start(job, ids) {
+                    Ok(()) => self.held += 1,
+                    Err(error) => self.shared.finish(job, 0, 0.0, Err(error)),
+                }
+                self.current = None;
+                self.poll_at = Some(Instant::now());
+            }
+            Next::End(ended) => {
+                self.current = Some(ended.work.job);
+                self.end(ended);
+                self.current = None;
+            }
+            Next::Poll => {
+                let before = self.ended.len();
+                let poll = self.backend.poll(&mut self.ended);
+                self.held -= self.ended.len() - before;
+                self.poll_at = match poll {
+                    Poll::Again => Some(Instant::now()),
+                    Poll::After(pause) => Instant::now().checked_add(pause),
+                };
+            }
+            Next::GiveUp => {
+                for Work { job, .. } in self.backend.abandon() {
+                    self.shared
+                        .finish(job, 0, 0.0, Err(CopyError::Abandoned { job }));
+                }
+                self.held = 0;
+            }
+            Next::Drop(job) => {
+                self.shared
+                    .finish(job, 0, 0.0, Err(CopyError::Abandoned { job }));
+            }
+            Next::Exit => return false,
+        }
+        true
+    }
+
+    /// What to do next; waits until there is something.
+    fn next(&mut self) -> Next {
+        if let Some(ended) = self.ended.pop_front() {
+            return Next::End(ended);
+        }
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.state.lock();
+        loop {
+            let abandoning = shared.abandoning();
+            if abandoning && self.held > 0 {
+                return Next::GiveUp;
+            }
+            if (abandoning || self.held < self.backend.depth().max(1))
+                && let Some((job, ids)) = state.start(self.kind)
+            {
+                return if abandoning {
+                    Next::Drop(job)
+                } else {
+                    Next::Start(job, ids)
+                };
+            }
+            if self.held > 0 && self.poll_at.is_some_and(|at| at <= Instant::now()) {
+                return Next::Poll;
+            }
+            if state.closing && !state.has_live(self.kind) {
+                return Next::Exit;
+            }
+            let wake = &shared.wake[lane(self.kind)];
+            match self.poll_at.filter(|_| self.held > 0) {
+                Some(at) => {
+                    wake.wait_until(&mut state, at);
+                }
+                None => wake.wait(&mut state),
+            }
+        }
+    }
+
+    /// Plans a job's copies and hands them to the backend.
+    fn start(&mut self, job: u64, ids: Arc<JobIds>) -> Result<(), CopyError> {
+        let Self { shared, region, .. } = self;
+        let (layout, verifier) = (&shared.layout, &shared.verifier);
+        let geometry = ids.geometry();
+        if !verifier.is_off() {
+            match self.kind {
+                JobKind::Store => verifier.store_begins(geometry.chunks(layout)),
+                JobKind::Load => {
+                    for (group, slot) in geometry.chunks(layout) {
+                        if shared.abandoning() {
+                            return Err(CopyError::Abandoned { job });
+                        }
+                        // SAFETY: the job is live and reads the slot, so the fence holds every job
+                        // back that would write it.
+                        unsafe { verifier.check(layout, region, job, group, slot) }?;
+                    }
+                }
+            }
+        }
+        let mut plan = self.spare.pop().unwrap_or_default();
+        plan.build_into(layout, &geometry)
+            .expect("the geometry was checked at the submit");
+        self.backend.submit(Work { job, plan, ids })
+    }
+
+    /// Does what is left to do when the copies of a job are over, and reports it.
+    fn end(&mut self, ended: Ended) {
+        let Ended {
+            work,
+            seconds,
+            outcome,
+        } = ended;
+        let Self { shared, region, .. } = self;
+        let (layout, verifier) = (&shared.layout, &shared.verifier);
+        if outcome.is_ok() {
+            if self.kind == JobKind::Store && !verifier.is_off() {
+                for (group, slot) in work.ids.geometry().chunks(layout) {
+                    if shared.abandoning() {
+                        break; // Nothing is loaded any more.
+                    }
+                    // SAFETY: the job is live and writes the slot, so the fence holds every other
+                    // job on it back; its own copies are over.
+                    unsafe { verifier.stored(layout, region, group, slot) };
+                }
+            }
+            self.backend.retire(&work);
+        }
+        shared.finish(work.job, work.plan.bytes, seconds, outcome);
+        self.spare.push(work.plan);
+    }
+
+    /// After a panic: the jobs it may have hit end with an error, once nothing copies for them.
+    fn recover(&mut self, panic: &(dyn Any + Send)) {
+        let message = panic_text(panic);
+        self.shared.state.lock().stats.panics += 1;
+        let given_up = self.backend.abandon();
+        self.held = 0;
+        for job in given_up
+            .iter()
+            .map(|work| work.job)
+            .chain(self.current.take())
+        {
+            let message = message.clone();
+            self.shared
+                .finish(job, 0, 0.0, Err(CopyError::Panicked { job, message }));
+        }
+    }
+}
+
+/// The text of a panic, if it has one.
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+        .to_owned()
+}

@@ -1,0 +1,26 @@
+//! Moves the bytes of KV-cache chunks between device memory and host memory.
+//!
+//! Follow one job: [`HostEngine::submit`] checks it and puts it into the [`engine`]'s queue; the
+//! thread of its direction builds its copy plan and hands it to a [`backend`]; when the copies are
+//! over, its [`Completion`] waits in a queue until [`HostEngine::take_finished`] takes it. The host
+//! side of every copy lies in a [`region`]; [`verify`] can prove that a slot still holds what was
+//! stored.
+//!
+//! Addresses live here and nowhere else in the project; keys are unknown here.
+
+pub mod backend;
+pub mod engine;
+pub mod error;
+pub mod host;
+mod memory;
+pub mod region;
+pub mod verify;
+
+pub use engine::{Completion, Engine, EngineConfig, KindStats, ShutdownReport, Stats};
+pub use error::{CopyError, StartError, SubmitError, VerifyReason, WaitTimeout};
+pub use host::engine::{HostConfig, HostEngine, HostTensor};
+pub use host::faults::{FaultPlan, LoadFault};
+pub use kvoffload_core::jobs::JobKind;
+pub use memory::machine_memory_bytes;
+pub use region::Region;
+pub use verify::Verify;

@@ -1,0 +1,171 @@
+//! The end of an engine: nothing is lost, nothing hangs, nothing stays mapped.
+//!
+//! All in one test: it counts the mappings, threads and descriptors of the whole process.
+
+mod common;
+
+use std::fs;
+use std::sync::Arc;
+use std::thread;
+
+use common::{Device, LONG, Rig, SHORT, Shape, config};
+use kvoffload_transfer::{CopyError, FaultPlan, HostEngine, Region, StartError};
+
+const PAGE: usize = 64 << 10;
+
+fn regions() -> usize {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines()
+        .filter(|line| line.contains("memfd:kvoffload"))
+        .count()
+}
+
+fn descriptors() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn lanes() -> usize {
+    let names = fs::read_dir("/proc/self/task")
+        .unwrap()
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("kvoffload")).count()
+}
+
+fn shape() -> Shape {
+    Shape::simple(8, PAGE as u64, 8)
+}
+
+/// K1, K2, K3.
+#[test]
+fn k1_k2_k3_shutdown() {
+    let before = descriptors();
+    live_jobs_end_first();
+    what_does_not_end_is_given_up();
+    many_may_shut_down();
+    a_drop_is_a_shutdown();
+    nothing_of_a_failed_start_remains();
+    assert_eq!((regions(), lanes(), descriptors()), (0, 0, before));
+}
+
+fn live_jobs_end_first() {
+    let faults = FaultPlan {
+        seed: 3,
+        max_delay_us: 2000,
+        ..FaultPlan::default()
+    };
+    let rig = Rig::new(&shape(), faults);
+    let old = rig.device.bytes(0);
+    for job in 0..8 {
+        rig.store(job, &[job as u32], &[job as u32]);
+    }
+    for job in 8..16 {
+        rig.load(job, &[job as u32 - 8], &[(job as u32 + 1) % 8]);
+    }
+    assert_eq!((regions(), lanes()), (1, 2));
+    let report = rig.engine.shutdown(LONG);
+    assert_eq!((report.abandoned.len(), report.stuck_threads), (0, 0));
+    assert_eq!((regions(), lanes()), (0, 0));
+    assert_eq!(
+        Arc::strong_count(&rig.device),
+        1,
+        "nothing can touch the device any more"
+    );
+    // The ends outlive the threads.
+    let ends = rig.engine.take_finished();
+    assert_eq!(ends.len(), 16);
+    assert!(ends.iter().all(|end| end.outcome.is_ok()));
+    assert_eq!(rig.device.bytes(0)[PAGE..2 * PAGE], old[..PAGE]);
+    assert_eq!(rig.engine.shutdown(LONG), report);
+    assert_eq!(rig.engine.stats().loads.jobs, 8);
+}
+
+fn what_does_not_end_is_given_up() {
+    let rig = Rig::new(
+        &shape(),
+        FaultPlan {
+            stall_job: Some(2),
+            ..FaultPlan::default()
+        },
+    );
+    rig.store(1, &[1], &[1]);
+    rig.store(2, &[2], &[2]); // stalls
+    rig.store(3, &[3], &[3]); // behind it
+    rig.load(4, &[2], &[2]); // held back by it
+    rig.load(5, &[5], &[5]);
+    rig.engine.wait(&[1, 5], LONG).unwrap();
+    let report = rig.engine.shutdown(SHORT);
+    assert_eq!(
+        (&report.abandoned[..], report.stuck_threads),
+        (&[2, 3, 4][..], 0)
+    );
+    assert_eq!((regions(), lanes()), (0, 0));
+    let mut ends = rig.engine.take_finished();
+    ends.sort_by_key(|end| end.job);
+    let outcome = |job: u64| match job {
+        1 | 5 => Ok(()),
+        job => Err(CopyError::Abandoned { job }),
+    };
+    assert_eq!(ends.len(), 5);
+    assert!(
+        ends.iter().all(|end| end.outcome == outcome(end.job)),
+        "{ends:?}"
+    );
+    assert_eq!(rig.engine.shutdown(SHORT), report);
+    assert!(rig.engine.take_finished().is_empty());
+}
+
+fn many_may_shut_down() {
+    let rig = Rig::new(
+        &shape(),
+        FaultPlan {
+            stall_job: Some(1),
+            ..FaultPlan::default()
+        },
+    );
+    rig.store(1, &[1], &[1]);
+    rig.load(2, &[2], &[2]);
+    rig.engine.wait(&[2], LONG).unwrap();
+    thread::scope(|scope| {
+        let reports = [(); 4].map(|()| scope.spawn(|| rig.engine.shutdown(SHORT)));
+        for report in reports {
+            assert_eq!(report.join().unwrap().abandoned, [1]);
+        }
+    });
+    assert_eq!((regions(), lanes()), (0, 0));
+    assert_eq!(rig.engine.take_finished().len(), 2);
+}
+
+fn a_drop_is_a_shutdown() {
+    let rig = Rig::new(
+        &shape(),
+        FaultPlan {
+            stall_job: Some(1),
+            ..FaultPlan::default()
+        },
+    );
+    rig.load(1, &[1], &[1]);
+    let Rig { device, engine } = rig;
+    drop(engine);
+    assert_eq!((regions(), lanes(), Arc::strong_count(&device)), (0, 0, 1));
+}
+
+fn nothing_of_a_failed_start_remains() {
+    let too_large = Region::new(u32::MAX, 1 << 40).unwrap_err();
+    assert!(matches!(too_large, StartError::TooLarge { .. }));
+    assert!(matches!(
+        Region::new(0, 64),
+        Err(StartError::Zero { field: "num_slots" })
+    ));
+    assert!(matches!(
+        Region::new(1, 0),
+        Err(StartError::Zero {
+            field: "slot_bytes"
+        })
+    ));
+    let device = Device::new(&shape());
+    let mut config = config(&shape(), &device, FaultPlan::default());
+    config.tensors[0].address = 0;
+    // SAFETY: it is refused.
+    assert!(unsafe { HostEngine::new(config) }.is_err());
+    assert_eq!((regions(), lanes(), Arc::strong_count(&device)), (0, 0, 1));
+}
