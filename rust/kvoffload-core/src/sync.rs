@@ -4,9 +4,8 @@
 //! schedules of the whole manager; otherwise these are the standard atomics and a parking_lot mutex.
 
 #[cfg(loom)]
-pub(crate) mod atomic {
-    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-}
+#[path = "sync_loom.rs"]
+pub(crate) mod atomic;
 #[cfg(all(shuttle, not(loom)))]
 pub(crate) mod atomic {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};

@@ -245,7 +245,7 @@ impl<P: Policy, M: Model> Harness<P, M> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1500))]
+    #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
     fn lru_follows_its_model(num_slots in 1..24usize, ops in ops(300)) {
@@ -260,7 +260,7 @@ proptest! {
 
 proptest! {
     // Few but long: the arrays behind the order are swept many times.
-    #![proptest_config(ProptestConfig { max_shrink_iters: 500, ..ProptestConfig::with_cases(12) })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 500, ..ProptestConfig::with_cases(8) })]
 
     #[test]
     fn lru_follows_its_model_for_long(num_slots in 30..120usize, ops in ops(4000)) {

@@ -163,3 +163,39 @@ unsafe fn hash(layout: &KvLayout, region: &Region, group: usize, slot: Slot) -> 
     // SAFETY: passed on to the caller.
     unsafe { region.hash(start..start + layout.chunk_bytes(group)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvoffload_core::layout::{PageRef, TensorLayout};
+
+    #[test]
+    fn the_hash_covers_the_chunk_and_nothing_else() {
+        let tensor = TensorLayout {
+            num_blocks: 4,
+            block_stride: 40,
+            page_bytes: 40,
+        };
+        let page = |page_bytes| PageRef {
+            tensor: 0,
+            page_bytes,
+        };
+        let groups = vec![vec![page(40), page(8)], vec![page(24)]];
+        let layout = KvLayout::new(vec![tensor], groups, 2, 4, 128, 4).unwrap();
+        let region = Region::new(4, 128).unwrap();
+        let verifier = Verifier::new(Verify::All, 4);
+        let slot = Slot::new(2);
+        for (group, used) in [(0, 96), (1, 48)] {
+            for byte in 0..128 {
+                verifier.store_begins(std::iter::once((group, slot)));
+                // SAFETY: nobody else knows the region.
+                let same = unsafe {
+                    verifier.stored(&layout, &region, group, slot);
+                    *region.base_ptr().add(2 * 128 + byte) ^= 1;
+                    verifier.check(&layout, &region, 9, group, slot)
+                };
+                assert_eq!(same.is_ok(), byte >= used, "byte {byte} of group {group}");
+            }
+        }
+    }
+}

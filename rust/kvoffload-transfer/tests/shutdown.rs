@@ -4,12 +4,20 @@
 
 mod common;
 
+use std::collections::VecDeque;
 use std::fs;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Instant;
 
-use common::{Device, LONG, Rig, SHORT, Shape, config};
-use kvoffload_transfer::{CopyError, FaultPlan, HostEngine, Region, StartError};
+use common::{Device, Job, LONG, Rig, SHORT, Shape, config};
+use kvoffload_core::layout::KvLayout;
+use kvoffload_transfer::backend::{Backend, Ended, Poll, Work};
+use kvoffload_transfer::{
+    CopyError, Engine, EngineConfig, FaultPlan, HostEngine, JobKind, Region, StartError,
+};
+use parking_lot::Mutex;
 
 const PAGE: usize = 64 << 10;
 
@@ -24,11 +32,25 @@ fn descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-fn lanes() -> usize {
-    let names = fs::read_dir("/proc/self/task")
-        .unwrap()
-        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names.filter(|name| name.starts_with("kvoffload")).count()
+/// Whether this many of our threads are left; one that was joined may be listed a moment longer.
+fn lanes_are(expected: usize) -> bool {
+    let count = || {
+        let tasks = fs::read_dir("/proc/self/task").unwrap();
+        let names =
+            tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        names.filter(|name| name.starts_with("kvoffload")).count()
+    };
+    let deadline = Instant::now() + LONG;
+    while count() != expected && Instant::now() < deadline {
+        thread::yield_now();
+    }
+    count() == expected
+}
+
+/// Nothing is mapped, no thread is left, and nothing else knows the device.
+fn assert_gone(device: &Arc<Device>) {
+    assert_eq!((regions(), Arc::strong_count(device)), (0, 1));
+    assert!(lanes_are(0));
 }
 
 fn shape() -> Shape {
@@ -44,7 +66,9 @@ fn k1_k2_k3_shutdown() {
     many_may_shut_down();
     a_drop_is_a_shutdown();
     nothing_of_a_failed_start_remains();
-    assert_eq!((regions(), lanes(), descriptors()), (0, 0, before));
+    memory_outlives_a_copy_that_hangs();
+    assert!(lanes_are(0));
+    assert_eq!((regions(), descriptors()), (0, before));
 }
 
 fn live_jobs_end_first() {
@@ -61,15 +85,11 @@ fn live_jobs_end_first() {
     for job in 8..16 {
         rig.load(job, &[job as u32 - 8], &[(job as u32 + 1) % 8]);
     }
-    assert_eq!((regions(), lanes()), (1, 2));
+    assert_eq!(regions(), 1);
+    assert!(lanes_are(2));
     let report = rig.engine.shutdown(LONG);
     assert_eq!((report.abandoned.len(), report.stuck_threads), (0, 0));
-    assert_eq!((regions(), lanes()), (0, 0));
-    assert_eq!(
-        Arc::strong_count(&rig.device),
-        1,
-        "nothing can touch the device any more"
-    );
+    assert_gone(&rig.device);
     // The ends outlive the threads.
     let ends = rig.engine.take_finished();
     assert_eq!(ends.len(), 16);
@@ -98,7 +118,7 @@ fn what_does_not_end_is_given_up() {
         (&report.abandoned[..], report.stuck_threads),
         (&[2, 3, 4][..], 0)
     );
-    assert_eq!((regions(), lanes()), (0, 0));
+    assert_gone(&rig.device);
     let mut ends = rig.engine.take_finished();
     ends.sort_by_key(|end| end.job);
     let outcome = |job: u64| match job {
@@ -131,7 +151,7 @@ fn many_may_shut_down() {
             assert_eq!(report.join().unwrap().abandoned, [1]);
         }
     });
-    assert_eq!((regions(), lanes()), (0, 0));
+    assert_gone(&rig.device);
     assert_eq!(rig.engine.take_finished().len(), 2);
 }
 
@@ -146,7 +166,7 @@ fn a_drop_is_a_shutdown() {
     rig.load(1, &[1], &[1]);
     let Rig { device, engine } = rig;
     drop(engine);
-    assert_eq!((regions(), lanes(), Arc::strong_count(&device)), (0, 0, 1));
+    assert_gone(&device);
 }
 
 fn nothing_of_a_failed_start_remains() {
@@ -167,5 +187,75 @@ fn nothing_of_a_failed_start_remains() {
     config.tensors[0].address = 0;
     // SAFETY: it is refused.
     assert!(unsafe { HostEngine::new(config) }.is_err());
-    assert_eq!((regions(), lanes(), Arc::strong_count(&device)), (0, 0, 1));
+    assert_gone(&device);
+}
+
+/// A backend that hangs while the lock is held, as a driver may.
+struct Hanging {
+    lock: Arc<Mutex<()>>,
+    inside: Arc<AtomicBool>,
+    held: Option<Work>,
+}
+
+impl Backend for Hanging {
+    fn submit(&mut self, work: Work) -> Result<(), CopyError> {
+        self.held = Some(work);
+        Ok(())
+    }
+
+    fn poll(&mut self, _ended: &mut VecDeque<Ended>) -> Poll {
+        self.inside.store(true, Ordering::Relaxed);
+        drop(self.lock.lock());
+        Poll::After(LONG)
+    }
+
+    fn abandon(&mut self) -> Vec<Work> {
+        self.held.take().into_iter().collect()
+    }
+}
+
+fn memory_outlives_a_copy_that_hangs() {
+    let shape = shape();
+    let slots_per_piece = Region::slots_per_piece(shape.slot_bytes());
+    let layout = KvLayout::new(
+        shape.tensors.clone(),
+        shape.groups.clone(),
+        1,
+        8,
+        shape.slot_bytes(),
+        slots_per_piece,
+    );
+    let region = Arc::new(Region::new(8, shape.slot_bytes()).unwrap());
+    let lock = Arc::new(Mutex::new(()));
+    let inside = Arc::new(AtomicBool::new(false));
+    let backends = [(); 2].map(|()| -> Box<dyn Backend> {
+        Box::new(Hanging {
+            lock: Arc::clone(&lock),
+            inside: Arc::clone(&inside),
+            held: None,
+        })
+    });
+    let engine =
+        Engine::start(layout.unwrap(), &region, backends, &EngineConfig::default()).unwrap();
+    drop(region);
+    let hanging = lock.lock();
+    let store = Job::simple(&[0], &[0]);
+    engine.submit(JobKind::Store, 1, store.geometry()).unwrap();
+    while !inside.load(Ordering::Relaxed) {
+        thread::yield_now();
+    }
+    let report = engine.shutdown(SHORT);
+    assert_eq!((report.abandoned, report.stuck_threads), (vec![], 1));
+    assert!(
+        engine.take_finished().is_empty(),
+        "it is not known to be over"
+    );
+    assert_eq!(regions(), 1);
+
+    drop(hanging);
+    let report = engine.shutdown(LONG);
+    assert_eq!((report.abandoned, report.stuck_threads), (vec![1], 0));
+    assert!(engine.take_finished()[0].outcome.is_err());
+    assert!(lanes_are(0));
+    assert_eq!(regions(), 0);
 }

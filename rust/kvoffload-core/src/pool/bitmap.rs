@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(choose(0b1110_0110_1111, 4), 0b1111, "an exact fit");
         assert_eq!(
             choose(0b1110_0110_0111, 5),
-            0b0110_0000_0111,
+            0b0110_0111,
             "the longest, then the rest in one"
         );
         assert_eq!(

@@ -9,6 +9,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
+use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// Runs `model` in every interleaving, or in those with at most `preemptions` forced switches.
 fn explore(name: &str, preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
@@ -156,29 +157,76 @@ fn loom_take_and_give() {
     });
 }
 
-/// Two threads compete for slots that a third is giving back.
+/// A word that keeps being emptied and filled by one thread while another claims from it: the value
+/// that the claim compares with may have come back by way of another use of the slot.
 #[test]
-fn loom_three_threads() {
-    explore("three threads", Some(3), || {
+fn loom_take_and_give_one() {
+    explore("take and give one", None, || {
+        let host = Arc::new(Host::new(2));
+        let other = host.clone();
+        let thread = thread::spawn(move || {
+            let slots = other.take(1, 1).unwrap();
+            other.give(slots, 1);
+        });
+        let slots = host.take(1, 2).unwrap();
+        host.give(slots, 2);
+        thread.join().unwrap();
+        host.check(2);
+    });
+}
+
+/// Two threads give back to one word while a third takes. The one that set the word's first bit may
+/// not have raised the summary yet when the other one's slot is already counted.
+#[test]
+fn loom_two_give_one_takes() {
+    explore("two give, one takes", Some(3), || {
+        let host = Arc::new(Host::new(2));
+        let mut slots = host.take(2, 1).unwrap();
+        let last = vec![slots.remove(1)];
+        let givers = [slots, last].map(|slots| {
+            let host = host.clone();
+            thread::spawn(move || host.give(slots, 1))
+        });
+        let mine = host.take(1, 2).map_or(0, |slots| slots.len() as u32);
+        for giver in givers {
+            giver.join().unwrap();
+        }
+        assert_eq!(
+            host.fruitless_passes(),
+            0,
+            "nobody else claims, so the first pass finds it"
+        );
+        host.check(2 - mine);
+    });
+}
+
+/// Two threads compete for a free slot and for one that a third is giving back. Whoever counted on
+/// the first and finds it gone must, from then on, see the second.
+#[test]
+fn loom_two_take_one_gives() {
+    explore("two take, one gives", Some(3), || {
         let host = Arc::new(Host::new(3));
-        let first = host.take(2, 1).unwrap();
+        let mut slots = host.take(2, 1).unwrap();
+        slots.truncate(1);
         let giver = {
             let host = host.clone();
-            thread::spawn(move || host.give(first, 1))
+            thread::spawn(move || host.give(slots, 1))
         };
         let taker = {
             let host = host.clone();
             thread::spawn(move || host.take(1, 2).map_or(0, |slots| slots.len() as u32))
         };
-        let mine = host.take(2, 3).map_or(0, |slots| slots.len() as u32);
+        let mine = host.take(1, 3).map_or(0, |slots| slots.len() as u32);
         giver.join().unwrap();
         let theirs = taker.join().unwrap();
-        assert_eq!(
-            theirs == 0 && mine == 0,
-            false,
-            "one slot was free all along or all are now"
+        assert!(theirs + mine > 0, "one slot was free all along");
+        // A fruitless pass has met the other's claim. The first claimer met none.
+        assert!(
+            host.fruitless_passes() <= 1,
+            "{} passes",
+            host.fruitless_passes()
         );
-        host.check(3 - mine - theirs);
+        host.check(2 - mine - theirs);
     });
 }
 

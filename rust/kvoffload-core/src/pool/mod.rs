@@ -5,8 +5,8 @@
 //! [`Generation`], so a handle that outlived its use is an error that changes nothing.
 //!
 //! `bitmap` holds which slots are free, `word` each slot's state, pins and generation. The bitmap is
-//! the only way in: a slot is used by whoever claimed its bit, and its bit returns only after its
-//! word has become free.
+//! the only way in: a slot is used by whoever claimed its bit. The one thread whose compare-and-swap
+//! makes the word free then returns the bit.
 
 mod bitmap;
 #[cfg(all(test, loom))]
@@ -19,7 +19,6 @@ use thiserror::Error;
 
 use self::bitmap::Bitmap;
 use self::word::{MAX_PINS, SlotWord, View};
-use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// A chunk's number in the host pool, the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -138,8 +137,8 @@ pub enum SlotError {
     },
 }
 
-/// How many slots are in which state. Exact while no other call is under way; `free + writing + ready`
-/// is always the number of slots.
+/// How many slots are in which state. `free + writing + ready` is the number of slots; each slot is
+/// counted as it was when the count came by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     /// Slots that can be allocated.
@@ -157,9 +156,6 @@ pub struct PoolCounts {
 pub struct Pool {
     bitmap: Bitmap,
     slots: Box<[SlotWord]>,
-    /// Counters for [`Pool::counts`] only: changed after the fact, relaxed, nothing is decided by them.
-    ready: AtomicU32,
-    pinned: AtomicU32,
 }
 
 impl Pool {
@@ -168,8 +164,6 @@ impl Pool {
         Self {
             bitmap: Bitmap::new(num_slots),
             slots: (0..num_slots).map(|_| SlotWord::new()).collect(),
-            ready: AtomicU32::new(0),
-            pinned: AtomicU32::new(0),
         }
     }
 
@@ -227,13 +221,12 @@ impl Pool {
                 }),
                 _ => Err(SlotError::NotWriting { slot }),
             })?;
-        self.ready.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     /// Forbids the release of a ready slot, once more. Returns its pins, this one included.
     pub fn pin(&self, slot: Slot, generation: Generation) -> Result<u32, SlotError> {
-        let (_, after) = self
+        let after = self
             .word(slot)?
             .update(slot, generation, |view| match view {
                 View {
@@ -246,15 +239,12 @@ impl Pool {
                     ..view
                 }),
             })?;
-        if after.pins == 1 {
-            self.pinned.fetch_add(1, Ordering::Relaxed);
-        }
         Ok(after.pins)
     }
 
     /// Gives one pin back. Returns how many are left.
     pub fn unpin(&self, slot: Slot, generation: Generation) -> Result<u32, SlotError> {
-        let (_, after) = self
+        let after = self
             .word(slot)?
             .update(slot, generation, |view| match view {
                 View {
@@ -267,16 +257,12 @@ impl Pool {
                     ..view
                 }),
             })?;
-        if after.pins == 0 {
-            self.pinned.fetch_sub(1, Ordering::Relaxed);
-        }
         Ok(after.pins)
     }
 
     /// Frees a slot that is being written or is ready and not pinned.
     pub fn release(&self, slot: Slot, generation: Generation) -> Result<(), SlotError> {
-        let (before, _) = self
-            .word(slot)?
+        self.word(slot)?
             .update(slot, generation, |view| match view.pins {
                 0 => Ok(View {
                     state: SlotState::Free,
@@ -284,7 +270,7 @@ impl Pool {
                 }),
                 pins => Err(SlotError::Pinned { slot, pins }),
             })?;
-        self.freed(slot, before);
+        self.bitmap.put(slot);
         Ok(())
     }
 
@@ -298,41 +284,28 @@ impl Pool {
         };
         let before = word.force_free();
         if before.state != SlotState::Free {
-            self.freed(slot, before);
+            self.bitmap.put(slot);
         }
         before.state
     }
 
-    /// How many slots are in which state.
+    /// How many slots are in which state. Looks at every slot: for tests and diagnostics.
     pub fn counts(&self) -> PoolCounts {
-        let num_slots = self.num_slots();
-        let free = self.free();
-        // A counter may lag behind a call that is under way, even below zero for a moment.
-        let ready = (self.ready.load(Ordering::Relaxed) as i32).max(0) as u32;
-        let ready = ready.min(num_slots - free);
-        let pinned = (self.pinned.load(Ordering::Relaxed) as i32).max(0) as u32;
-        PoolCounts {
-            free,
-            writing: num_slots - free - ready,
-            ready,
-            pinned: pinned.min(ready),
+        let mut counts = PoolCounts::default();
+        for view in self.slots.iter().map(SlotWord::view) {
+            match view.state {
+                SlotState::Free => counts.free += 1,
+                SlotState::Writing => counts.writing += 1,
+                SlotState::Ready => counts.ready += 1,
+            }
+            counts.pinned += u32::from(view.pins > 0);
         }
+        counts
     }
 
     /// Bytes allocated for the pool's own bookkeeping.
     pub fn metadata_bytes(&self) -> usize {
         size_of_val(&*self.slots) + self.bitmap.metadata_bytes()
-    }
-
-    /// The word became `Free` by our own compare-and-swap, so we alone return the bit.
-    fn freed(&self, slot: Slot, before: View) {
-        if before.state == SlotState::Ready {
-            self.ready.fetch_sub(1, Ordering::Relaxed);
-        }
-        if before.pins > 0 {
-            self.pinned.fetch_sub(1, Ordering::Relaxed);
-        }
-        self.bitmap.put(slot);
     }
 
     fn word(&self, slot: Slot) -> Result<&SlotWord, SlotError> {

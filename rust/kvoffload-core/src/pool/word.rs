@@ -89,13 +89,13 @@ impl SlotWord {
     }
 
     /// Applies `step` to the live use `generation` of the slot, or reports why it cannot.
-    /// Returns the word before and after.
+    /// Returns the word after.
     pub(super) fn update(
         &self,
         slot: Slot,
         generation: Generation,
         step: impl Fn(View) -> Result<View, SlotError>,
-    ) -> Result<(View, View), SlotError> {
+    ) -> Result<View, SlotError> {
         let mut raw = self.0.load(Ordering::Acquire);
         loop {
             let before = View::decode(raw);
@@ -114,7 +114,7 @@ impl SlotWord {
                 Ordering::AcqRel,
                 Ordering::Acquire,
             ) {
-                Ok(_) => return Ok((before, after)),
+                Ok(_) => return Ok(after),
                 Err(now) => raw = now,
             }
         }

@@ -3,7 +3,7 @@
 //! - The caller's thread checks a job's numbers, notes what it uses and puts it into a queue. It
 //!   never waits for a copy.
 //! - Stores and loads have a thread each, so that no load queues behind a store it has nothing to do
-//!   with. Which job may start when is decided in [`state`].
+//!   with. Which job may start when is decided in `state.rs`.
 //! - A thread works in short steps (the host backend copies 8 MiB at most in one), between which a
 //!   shutdown is noticed. Counters and completions need only a lock that is never held during a copy.
 //! - What one job's code panics with ends that job (and what its backend held) with an error; the
@@ -69,8 +69,8 @@ impl Default for EngineConfig {
 pub struct ShutdownReport {
     /// Jobs that were given up at the deadline, in ascending order. Each is reported with an error.
     pub abandoned: Vec<u64>,
-    /// Threads that could not be ended. They keep the memory they may touch, and nothing else can
-    /// use it; their jobs are never reported.
+    /// Threads that did not end in time. The memory they may touch stays mapped, and their jobs stay
+    /// unreported, until they do.
     pub stuck_threads: usize,
 }
 
@@ -239,7 +239,8 @@ impl Engine {
 
     /// Ends the engine: takes nothing new, gives live jobs (queued ones too) `timeout` to end, gives
     /// up what is left, ends the threads, and with them unmaps the region. Ends can still be taken
-    /// afterwards. May be called again, also at the same time; the answer is the same.
+    /// afterwards. May be called again, also at the same time; the answer is the same, unless a stuck
+    /// thread has ended since.
     pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
         let deadline = Instant::now().checked_add(timeout);
         let shared = &*self.shared;
@@ -314,7 +315,7 @@ impl Shared {
         let mut state = self.state.lock();
         state.finish(job, bytes, seconds, outcome);
         for kind in [JobKind::Store, JobKind::Load] {
-            if state.can_start(kind) || state.closing {
+            if state.can_start(kind) {
                 self.wake[lane(kind)].notify_one();
             }
         }

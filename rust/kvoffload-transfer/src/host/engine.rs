@@ -58,6 +58,7 @@ impl HostEngine {
     /// All blocks of all tensors may be read and written at the given addresses until `keep_alive`
     /// is dropped. From a job's submit until its end is known, nobody else writes the blocks it
     /// stores from or touches the blocks it loads to.
+    /// With `fences` off, which is for tests, jobs that conflict must not run at the same time either.
     ///
     /// # Errors
     /// See [`StartError`]; nothing remains then.

@@ -138,7 +138,7 @@ fn step(order: &mut Timeline, model: &mut Model, op: Op, slot: Slot) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(250))]
 
     #[test]
     fn it_is_an_ordered_list(
@@ -159,7 +159,7 @@ proptest! {
 #[test]
 fn the_worst_order_of_appends_fits() {
     // Appending again what the sweep has just moved makes it move as much as it ever can.
-    for num_slots in 1..200 {
+    for num_slots in (1..30).chain([63, 64, 65, 150]) {
         let mut order = Timeline::new(num_slots);
         (0..num_slots).for_each(|slot| order.append(Slot::new(slot)));
         for _ in 0..20 * num_slots {
