@@ -268,7 +268,10 @@ mod tests {
                     prop_assert_eq!(lists.len(list), keys.len());
                     prop_assert!(lists.iter(list).map(Key::as_bytes).eq(keys));
                 }
-                prop_assert_eq!(lists.index.len(), model[0].len() + model[1].len());
+                let held = model[0].len() + model[1].len();
+                prop_assert_eq!(lists.index.len(), held);
+                let kept = lists.keys.iter().filter(|&key| *key != Key::default());
+                prop_assert_eq!(kept.count(), held, "a forgotten key is still in memory");
             }
         }
     }

@@ -39,11 +39,21 @@ fn cycle(manager: &Manager, keys: &[Vec<u8>], prepared: &mut Prepared) -> usize 
     let before = COUNT.load(Ordering::Relaxed);
     let mut request = manager.new_request();
     manager.lookup_run(names.iter().copied());
-    assert!(manager.prepare_store(&names, &mut request, prepared).unwrap());
-    manager.complete_store(names.iter().copied(), &mut request, true).unwrap();
+    assert!(
+        manager
+            .prepare_store(&names, &mut request, prepared)
+            .unwrap()
+    );
+    manager
+        .complete_store(names.iter().copied(), &mut request, true)
+        .unwrap();
     manager.lookup_run(names.iter().copied());
-    manager.prepare_load(names.iter().copied(), &mut request, &mut slots).unwrap();
-    manager.complete_load(names.iter().copied(), &mut request).unwrap();
+    manager
+        .prepare_load(names.iter().copied(), &mut request, &mut slots)
+        .unwrap();
+    manager
+        .complete_load(names.iter().copied(), &mut request)
+        .unwrap();
     let positions = names.iter().copied().zip(1..);
     manager.finish_request(&mut request, positions).unwrap();
     COUNT.load(Ordering::Relaxed) - before
@@ -53,7 +63,11 @@ fn cycle(manager: &Manager, keys: &[Vec<u8>], prepared: &mut Prepared) -> usize 
 #[test]
 fn allocations_do_not_grow_with_the_number_of_keys() {
     for policy in [PolicyKind::Lru, PolicyKind::Arc] {
-        let manager = Manager::new(Config { policy, ..Config::new(4096) }).unwrap();
+        let manager = Manager::new(Config {
+            policy,
+            ..Config::new(4096)
+        })
+        .unwrap();
         let mut prepared = Prepared::default();
         let mut next = 0u64;
         let mut batch = |keys: usize| -> Vec<Vec<u8>> {
@@ -72,6 +86,9 @@ fn allocations_do_not_grow_with_the_number_of_keys() {
         let many = cycle(&manager, &batch(2048), &mut prepared);
         assert!(few <= 12, "{few} allocations for a cycle");
         // Vectors that double: a handful for a hundred times as many keys.
-        assert!(many <= few + 24, "{many} allocations for 2048 keys, {few} for 16");
+        assert!(
+            many <= few + 24,
+            "{many} allocations for 2048 keys, {few} for 16"
+        );
     }
 }

@@ -69,7 +69,7 @@ fn op() -> impl Strategy<Value = Op> {
 
 /// Long keys now and then: they live on the heap.
 fn name(key: u8) -> Vec<u8> {
-    let mut name = vec![key; if key % 5 == 0 { 60 } else { 32 }];
+    let mut name = vec![key; if key.is_multiple_of(5) { 60 } else { 32 }];
     name.extend(u32::from(key % 3).to_be_bytes());
     name
 }

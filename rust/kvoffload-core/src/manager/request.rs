@@ -115,15 +115,18 @@ impl Request {
     }
 
     pub(super) fn find(&mut self, key: &[u8]) -> Option<usize> {
-        if self
-            .entries
-            .get(self.cursor)
-            .is_some_and(|entry| entry.key.as_bytes() == key)
-        {
+        self.follow_cursor(key)
+            .or_else(|| self.find_hashed(key, KeyHash::of(key)))
+    }
+
+    /// The entry that is `key`'s if this call goes on as the one before it.
+    fn follow_cursor(&mut self, key: &[u8]) -> Option<usize> {
+        let at = self.cursor;
+        let found = self.entries.get(at)?.key.as_bytes() == key;
+        found.then(|| {
             self.cursor += 1;
-            return Some(self.cursor - 1);
-        }
-        self.find_hashed(key, KeyHash::of(key))
+            at
+        })
     }
 
     fn find_hashed(&mut self, key: &[u8], hash: KeyHash) -> Option<usize> {
@@ -136,7 +139,10 @@ impl Request {
     }
 
     pub(super) fn find_or_add(&mut self, key: &[u8], hash: KeyHash) -> usize {
-        if let Some(at) = self.find_hashed(key, hash) {
+        if let Some(at) = self
+            .follow_cursor(key)
+            .or_else(|| self.find_hashed(key, hash))
+        {
             return at;
         }
         let at = self.entries.len();
