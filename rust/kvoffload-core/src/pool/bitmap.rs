@@ -9,11 +9,12 @@
 //! # Why the search ends, and the orderings
 //! The reservation loads `free` with `Acquire`, every `put` adds with `Release`, and all writes of
 //! `free` are read-modify-writes, which keep release sequences alive: a reservation sees the bits of
-//! every `put` counted before it. Such a bit can only be missing because somebody claimed it. Bits
-//! are loaded with `Acquire` and claimed with `AcqRel`, so seeing the claim also shows every bit that
-//! the *claimer's* reservation counted on. Each fruitless pass over all words has thus met a claim
-//! not met before: some other thread has moved on (lock-freedom), and without others there is no
-//! second pass.
+//! every `put` counted before it. They suffice for it and all reservations before it, so such a bit can
+//! only be missing because a *later* reservation claimed it. Bits are loaded with `Acquire` and claimed
+//! with `AcqRel`, so seeing that claim shows every bit that its reservation counted on, and the
+//! argument holds again from there. Each fruitless pass over all words has thus met a claim by a later
+//! reservation than any before: another thread has moved on (lock-freedom), and without other threads
+//! the first pass finds everything.
 //!
 //! The claim's `Acquire` also pairs with the `Release` half of `put`'s bit: what the last owner did
 //! to the slot (its word going to `Free` above all) is visible to the next owner.
