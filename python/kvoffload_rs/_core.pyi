@@ -1,0 +1,246 @@
+"""The compiled module.
+
+Errors are the classes of `kvoffload_rs.errors`. Keys are bytes of any length. A slot is a number
+from 0 to `num_slots - 1`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Self, final
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "HostWorker",
+    "Manager",
+    "Request",
+    "build_info",
+    "machine_memory_bytes",
+    "slot_bytes",
+]
+
+@final
+class Request:
+    """One request's accesses and pins. The caller keeps it for as long as the request lives."""
+
+    @property
+    def pins(self) -> int:
+        """Loads and stores of keys in progress, which this request must still complete."""
+
+@final
+class Manager:
+    """Which keys the host pool holds, and which go when room is needed."""
+
+    def __new__(
+        cls,
+        num_slots: int,
+        *,
+        policy: str = "lru",
+        events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        partial_admission: bool = False,
+        write_deadline_s: float = 600.0,
+        answers: tuple[object, object, object] | None = None,
+    ) -> Self:
+        """Makes a manager of an empty pool.
+
+        Args:
+            num_slots: slots of the pool, at least 1.
+            policy: `lru` or `arc`.
+            events: collect what `take_events` gives.
+            store_threshold: how often a key is offered before it is stored; 0 and 1 store at once.
+            max_tracker_size: how many keys that are not stored are counted.
+            partial_admission: store the first keys that fit instead of all or none.
+            write_deadline_s: a key whose store is older and not complete counts as absent.
+            answers: what `lookup` gives for an absent key, a readable one, and one being written;
+                False, True and None if it is not given.
+
+        Raises:
+            ConfigError: a value is out of range, or the policy is unknown.
+        """
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+
+    @property
+    def policy(self) -> str:
+        """Name of the eviction policy."""
+
+    def new_request(self) -> Request:
+        """A handle for a new request."""
+
+    def lookup(self, key: bytes, request: object = None) -> object:
+        """One of `answers`. The second argument is not looked at; vLLM passes one."""
+
+    def lookup_run(self, keys: Sequence[bytes]) -> tuple[int, bool]:
+        """How many of the first keys are readable, and whether the next one is being written."""
+
+    def prepare_store(
+        self, keys: Sequence[bytes], request: Request
+    ) -> tuple[list[bytes], bytes, list[bytes]] | None:
+        """Takes a slot for every key that is to be stored.
+
+        Returns:
+            The keys to store in the order given, their slots as native 32-bit integers, and the
+            keys evicted for them. None if there is no room: nothing has changed then.
+        """
+
+    def complete_store(self, keys: Iterable[bytes], request: Request, success: bool = True) -> None:
+        """Makes keys readable, or gives their slots back. A key that is not pending is ignored."""
+
+    def prepare_load(self, keys: Sequence[bytes], request: Request) -> bytes:
+        """Pins keys and gives their slots in the same order, as native 32-bit integers.
+
+        Raises:
+            KeyNotReadyError: one of them is absent or being written; nothing is pinned.
+        """
+
+    def complete_load(self, keys: Iterable[bytes], request: Request) -> None:
+        """Gives the pins of one load back.
+
+        Raises:
+            StaleHandleError: a key is not pinned by this request and no reset came between.
+        """
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Marks keys as used, the first one most recently."""
+
+    def finish_request(self, request: Request, positions: dict[bytes, int] | None = None) -> None:
+        """Applies the request's accesses to the policy, once.
+
+        Args:
+            request: the request.
+            positions: the end token of each key, which gives the order of its keys.
+        """
+
+    def reset(self) -> None:
+        """Forgets every key. Pins and pending stores from before are void."""
+
+    def take_events(self) -> list[tuple[list[bytes], bool]]:
+        """What was stored (False) and removed (True) since the last call."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts, among them `slots`, `free`, `ready`, `writing`, `pinned` and `evictable`."""
+
+    def take_allocation_sizes(self) -> list[int]:
+        """The number of slots asked for by each store since the last call."""
+
+    def take_stores_skipped(self) -> int:
+        """How many keys were not stored since the last call because of the threshold."""
+
+    def metadata_bytes(self) -> int:
+        """Memory of index, policy and pool."""
+
+    def debug_state(self) -> dict[str, object]:
+        """The policy's lists of keys, for tests."""
+
+@final
+class HostWorker:
+    """One rank's host region, and the threads that copy to and from it."""
+
+    def __new__(
+        cls,
+        tensors: Sequence[tuple[int, int, int, int]],
+        groups: Sequence[Sequence[tuple[int, int]]],
+        *,
+        blocks_per_chunk: int,
+        num_slots: int,
+        slot_bytes: int,
+        keep_alive: object = None,
+        verify: str = "off",
+        verify_sample: int = 16,
+        wait_timeout_s: float = 60.0,
+        faults: dict[str, object] | None = None,
+    ) -> Self:
+        """Makes the region and starts the threads.
+
+        Args:
+            tensors: address, number of blocks, bytes from block to block, and bytes of a page
+                (padding included), for each KV cache tensor.
+            groups: for each KV group, index of a tensor and bytes to copy (no padding), for each
+                layer.
+            blocks_per_chunk: GPU blocks of one chunk.
+            num_slots: slots of the region.
+            slot_bytes: bytes of one slot, at least what `slot_bytes` gives.
+            keep_alive: kept until the threads have ended, such as the tensors.
+            verify: `off`, `sample` or `all`: which loads are checked against the stored bytes.
+            verify_sample: with `sample`, one slot of so many is checked.
+            wait_timeout_s: how long `wait` waits.
+            faults: faults to inject, for tests.
+
+        Raises:
+            ConfigError: the layout or a value makes no sense.
+            CapacityError: there is not enough memory.
+        """
+
+    def submit_store(
+        self,
+        job_id: int,
+        block_ids: Buffer,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        slots: Buffer,
+    ) -> None:
+        """Starts copying blocks to slots.
+
+        Args:
+            job_id: a number that no unfinished job has.
+            block_ids: GPU blocks, group after group (32 or 64-bit integers).
+            group_sizes: blocks of each group.
+            block_indices: logical index of the first block of each group in its request.
+            slots: one slot for each chunk, group after group (32 or 64-bit integers).
+
+        Raises:
+            InvalidJobError: the job does not fit the layout; nothing was submitted.
+            EngineClosedError: after `shutdown`.
+        """
+
+    def submit_load(
+        self,
+        job_id: int,
+        slots: Buffer,
+        block_ids: Buffer,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+    ) -> None:
+        """Starts copying slots to blocks; arguments and errors as for `submit_store`."""
+
+    def take_finished(self) -> list[tuple[int, bool, int, float]]:
+        """Job, whether it is a store, bytes and seconds of what is over since the last call.
+
+        Raises:
+            TransferError: a job failed. Each failure is raised once; what succeeded comes with the
+                next call.
+        """
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Waits until jobs are over; unknown ids are ignored. They stay in `take_finished`.
+
+        Raises:
+            TransferTimeoutError: they were not over in time.
+        """
+
+    def shutdown(self) -> None:
+        """Lets running copies end, ends the threads and gives the memory back."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts of jobs, bytes and faults."""
+
+def slot_bytes(groups: Sequence[Sequence[tuple[int, int]]], blocks_per_chunk: int) -> int:
+    """Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.
+
+    Args:
+        groups: as for `HostWorker`.
+        blocks_per_chunk: GPU blocks of one chunk.
+    """
+
+def machine_memory_bytes() -> int:
+    """The machine's memory or the control group's limit, whichever is less.
+
+    Raises:
+        OSError: neither can be read.
+    """
+
+def build_info() -> dict[str, str]:
+    """How the module was built."""

@@ -1,0 +1,294 @@
+"""The worker's side: copies between GPU blocks and this rank's host region.
+
+`RankTransfers` is the whole of it. vLLM sees it as one worker (from 0.26), or as two handlers, one
+per direction (up to 0.24).
+
+vLLM's connector asserts that every transfer succeeds, so this side is fail-stop: a copy that
+failed raises, and success is never reported for bytes that did not arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from kvoffload_rs import _core
+from kvoffload_rs.config import Capacity, Settings
+from kvoffload_rs.errors import CapacityError, ConfigError, KvOffloadError, WorkerExistsError
+from kvoffload_rs.vllm import compat
+
+_GPU_MEDIUM = "GPU"
+
+# One region per engine and rank in a process: two would each hold half of what was stored. Weak,
+# so that an engine that was dropped without a shutdown does not block the next one.
+_live: weakref.WeakValueDictionary[tuple[str, int], RankTransfers] = weakref.WeakValueDictionary()
+_live_lock = threading.Lock()
+
+
+class RankTransfers:
+    """One rank's host region and the transfers to and from it.
+
+    Args:
+        kv_caches: vLLM's `CanonicalKVCaches`.
+        engine_id: id of the engine.
+        rank: this worker's rank.
+        capacity: of the pool, as the scheduler computes it.
+        blocks_per_chunk: GPU blocks of one chunk.
+        settings: of the engine.
+
+    Raises:
+        ConfigError: the KV cache is on a device or in a layout that is not supported.
+        CapacityError: a chunk of this rank needs more than the slots were planned for.
+        WorkerExistsError: the process has a worker for this engine and rank.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Any,
+        *,
+        engine_id: str,
+        rank: int,
+        capacity: Capacity,
+        blocks_per_chunk: int,
+        settings: Settings,
+    ) -> None:
+        tensors = [canonical.tensor for canonical in kv_caches.tensors]
+        for tensor in tensors:
+            _check_tensor(tensor)
+        groups = [
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ]
+        slot_bytes = _core.slot_bytes(groups, blocks_per_chunk)
+        if slot_bytes > capacity.slot_bytes:
+            raise CapacityError(
+                f"a chunk on rank {rank} has {slot_bytes} bytes, but slots were planned with "
+                f"{capacity.slot_bytes}",
+                field="cpu_bytes_to_use",
+                value=slot_bytes,
+                hint="The KV cache of this rank is not what the configuration says: report it.",
+            )
+        self._name = (engine_id, rank)
+        self._closed = False
+        self._stored: list[Any] = []
+        self._loaded: list[Any] = []
+        _claim(self._name, self)
+        try:
+            self._core = _core.HostWorker(
+                [
+                    (
+                        canonical.tensor.data_ptr(),
+                        canonical.tensor.shape[0],
+                        canonical.tensor.stride(0) * canonical.tensor.element_size(),
+                        canonical.page_size_bytes,
+                    )
+                    for canonical in kv_caches.tensors
+                ],
+                groups,
+                blocks_per_chunk=blocks_per_chunk,
+                num_slots=capacity.num_slots,
+                slot_bytes=slot_bytes,
+                # The region's threads read and write through addresses: the tensors must live.
+                keep_alive=tensors,
+                verify=settings.verify,
+                verify_sample=settings.verify_sample,
+                wait_timeout_s=settings.wait_timeout_s,
+                faults=dict(settings.fault_injection) if settings.fault_injection else None,
+            )
+        except BaseException:
+            _release(self._name, self)
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """True after `shutdown`."""
+        return self._closed
+
+    def submit_store(self, job_id: int, gpu: Any, host: Any) -> Literal[True]:
+        """Starts copying GPU blocks to host slots. Raises if the job is invalid."""
+        with _Loud("store", job_id):
+            self._core.submit_store(
+                job_id, gpu.block_ids, gpu.group_sizes, gpu.block_indices, host.block_ids
+            )
+        return True
+
+    def submit_load(self, job_id: int, host: Any, gpu: Any) -> Literal[True]:
+        """Starts copying host slots to GPU blocks. Raises if the job is invalid."""
+        with _Loud("load", job_id):
+            self._core.submit_load(
+                job_id, host.block_ids, gpu.block_ids, gpu.group_sizes, gpu.block_indices
+            )
+        return True
+
+    def finished(self, *, stores: bool = True, loads: bool = True) -> list[Any]:
+        """The transfers that are over, each once. Raises if one failed, and keeps the others.
+
+        Args:
+            stores: give the stores.
+            loads: give the loads.
+        """
+        with _Loud("transfer", None):
+            finished = self._core.take_finished()
+        for job_id, is_store, size, seconds in finished:
+            (self._stored if is_store else self._loaded).append(
+                _result(job_id, is_store, size, seconds)
+            )
+        done: list[Any] = []
+        if stores:
+            done, self._stored = self._stored, []
+        if loads:
+            done, self._loaded = done + self._loaded, []
+        return done
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Waits until the jobs are over; unknown ones are. Raises at the deadline."""
+        with _Loud("wait", None):
+            self._core.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Lets the running copies end and gives the memory back. May be called again."""
+        self._core.shutdown()
+        self._closed = True
+        _release(self._name, self)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the Rust worker."""
+        return self._core.stats()
+
+
+class KvOffloadWorker(compat.WorkerBase):
+    """The transfers of one rank as vLLM from 0.26 on wants them."""
+
+    def __init__(self, transfers: RankTransfers) -> None:
+        super().__init__()
+        self.transfers = transfers
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Starts a copy from the GPU to the host."""
+        return self.transfers.submit_store(job_id, src_spec, dst_spec)
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Starts a copy from the host to the GPU.
+
+        `expedited` (0.33) asks not to queue behind other loads. The host backend has one queue of
+        loads, which is short because stores are not in it.
+        """
+        return self.transfers.submit_load(job_id, src_spec, dst_spec)
+
+    def get_finished(self) -> list[Any]:
+        """The transfers that are over, each once."""
+        return self.transfers.finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Waits for jobs, which `get_finished` still reports."""
+        self.transfers.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Ends the transfers."""
+        self.transfers.shutdown()
+
+
+class DirectionHandler(compat.HandlerBase):
+    """One direction of the transfers of one rank, as vLLM up to 0.24 wants them.
+
+    vLLM sends every wait and every shutdown to both handlers, which is why these may repeat.
+    """
+
+    def __init__(self, transfers: RankTransfers, *, store: bool) -> None:
+        super().__init__()
+        self.transfers = transfers
+        self._store = store
+
+    def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
+        """Starts a copy from `spec[0]` to `spec[1]`.
+
+        vLLM's router logs an exception as a warning and then fails an assertion; the error itself
+        has been logged by then.
+        """
+        source, target = spec
+        if self._store:
+            return self.transfers.submit_store(job_id, source, target)
+        return self.transfers.submit_load(job_id, source, target)
+
+    def get_finished(self) -> list[Any]:
+        """The transfers of this direction that are over, each once."""
+        return self.transfers.finished(stores=self._store, loads=not self._store)
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Waits for jobs of either direction."""
+        self.transfers.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Ends the transfers of both directions."""
+        self.transfers.shutdown()
+
+
+def _result(job_id: int, is_store: bool, size: int, seconds: float) -> Any:
+    if compat.HAS_WORKERS:
+        return compat.TransferResult(job_id, True, size, seconds)
+    media = (_GPU_MEDIUM, compat.HOST_MEDIUM)
+    return compat.TransferResult(job_id, True, size, seconds, media if is_store else media[::-1])
+
+
+def _check_tensor(tensor: Any) -> None:
+    device = tensor.device.type
+    if device != "cpu":
+        raise ConfigError(
+            f"the KV cache is on a {device} device",
+            field="device",
+            value=device,
+            hint="This version of kvoffload-rs copies on vLLM's CPU platform only.",
+        )
+    if not tensor[:1].is_contiguous():
+        raise ConfigError(
+            f"a KV cache tensor has blocks that are not contiguous (shape {tuple(tensor.shape)}, "
+            f"strides {tuple(tensor.stride())})",
+            field="kv_caches",
+            value=tuple(tensor.stride()),
+            hint="Use another KV cache layout or attention backend.",
+        )
+
+
+def _claim(name: tuple[str, int], transfers: RankTransfers) -> None:
+    with _live_lock:
+        if name in _live:
+            engine_id, rank = name
+            raise WorkerExistsError(
+                f"this process has a worker for engine {engine_id!r}, rank {rank}",
+                field="rank",
+                value=rank,
+                hint="Shut that one down first, or give the engines different ids.",
+            )
+        _live[name] = transfers
+
+
+def _release(name: tuple[str, int], transfers: RankTransfers) -> None:
+    with _live_lock:
+        if _live.get(name) is transfers:
+            del _live[name]
+
+
+class _Loud:
+    """Logs an error of ours before it leaves: not every caller in vLLM shows it."""
+
+    def __init__(self, action: str, job_id: int | None) -> None:
+        self._action = action
+        self._job_id = job_id
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KvOffloadError):
+            job = error.job if self._job_id is None else self._job_id
+            compat.logger.error(
+                "kvoffload: %s failed, stopping: %s (%s, job %s)",
+                self._action,
+                error,
+                type(error).__name__,
+                job,
+            )
