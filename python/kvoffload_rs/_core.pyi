@@ -14,7 +14,7 @@ __all__ = [
     "Manager",
     "Request",
     "build_info",
-    "machine_memory_bytes",
+    "machine_memory",
     "slot_bytes",
 ]
 
@@ -51,7 +51,8 @@ class Manager:
             store_threshold: how often a key is offered before it is stored; 0 and 1 store at once.
             max_tracker_size: how many keys that are not stored are counted.
             partial_admission: store the first keys that fit instead of all or none.
-            write_deadline_s: a key whose store is older and not complete counts as absent.
+            write_deadline_s: a key whose store is older (to a tenth of a second) and not complete
+                counts as absent.
             answers: what `lookup` gives for an absent key, a readable one, and one being written;
                 False, True and None if it is not given.
 
@@ -221,8 +222,14 @@ class HostWorker:
             TransferTimeoutError: they were not over in time.
         """
 
-    def shutdown(self) -> None:
-        """Lets running copies end, ends the threads and gives the memory back."""
+    def shutdown(self) -> tuple[list[int], int]:
+        """Lets running copies end, ends the threads and gives the memory back.
+
+        Copies that do not end within `wait_timeout_s` (10 seconds at most) are given up.
+
+        Returns:
+            The jobs that were given up, and how many threads could not be ended.
+        """
 
     def stats(self) -> dict[str, int]:
         """Counts of jobs, bytes and faults."""
@@ -235,11 +242,14 @@ def slot_bytes(groups: Sequence[Sequence[tuple[int, int]]], blocks_per_chunk: in
         blocks_per_chunk: GPU blocks of one chunk.
     """
 
-def machine_memory_bytes() -> int:
-    """The machine's memory or the control group's limit, whichever is less.
+def machine_memory() -> tuple[int, str]:
+    """The machine's memory or the tightest control group's limit, whichever is less.
+
+    Returns:
+        The bytes, and the file that says so. It does not depend on what is in use.
 
     Raises:
-        OSError: neither can be read.
+        OSError: the machine's memory cannot be read.
     """
 
 def build_info() -> dict[str, str]:

@@ -82,10 +82,7 @@ def run_engine(
         finally:
             _end(process)
     if status != 0 or result is None:
-        raise EngineError(
-            f"{name}: the engine {_how_it_ended(status)}; its log ends with\n\n{_tail(log_file)}\n",
-            hint="--keep-logs keeps the whole log.",
-        )
+        raise EngineError(f"{name}: the engine {_how_it_ended(status)}. {_tail(log_file)}")
     return result
 
 
@@ -104,9 +101,8 @@ def _events(
                 return
             if time.monotonic() - last > SILENCE_S:
                 raise EngineError(
-                    f"{name}: the engine reported nothing for {SILENCE_S:.0f} s and was ended; "
-                    f"its log ends with\n\n{_tail(log_file)}\n",
-                    hint="--keep-logs keeps the whole log.",
+                    f"{name}: the engine reported nothing for {SILENCE_S:.0f} s and was ended. "
+                    f"{_tail(log_file)}"
                 )
             continue
         part = os.read(pipe, 1 << 16)
@@ -148,4 +144,4 @@ def _how_it_ended(status: int | None) -> str:
 
 def _tail(log_file: Path) -> str:
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_TAIL_LINES:])
+    return "\n".join(["The end of its log (--keep-logs keeps it all):", "", *lines[-_TAIL_LINES:]])

@@ -147,8 +147,8 @@ class Report:
         if not self.control_differs:
             why = (
                 "although its loads copied nothing"
-                if control.external_hit_tokens
-                else "because nothing was served from the host pool: serve more requests, or "
+                if control.loaded_bytes
+                else "because nothing was loaded from the host pool: serve more requests, or "
                 "give it a larger --pool or smaller --blocks-per-chunk"
             )
             differs = f"the control does not differ, {why}"

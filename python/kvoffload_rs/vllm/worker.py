@@ -149,7 +149,15 @@ class RankTransfers:
 
     def shutdown(self) -> None:
         """Lets the running copies end and gives the memory back. May be called again."""
-        self._core.shutdown()
+        abandoned, stuck_threads = self._core.shutdown()
+        if not self._closed and (abandoned or stuck_threads):
+            compat.logger.error(
+                "kvoffload: shut down with %d transfers given up (first: job %s) and %d threads "
+                "that did not end; their memory stays mapped",
+                len(abandoned),
+                abandoned[0] if abandoned else "none",
+                stuck_threads,
+            )
         self._closed = True
         _release(self._name, self)
 

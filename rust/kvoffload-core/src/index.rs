@@ -1,38 +1,71 @@
 //! From a key's hash to the number that was stored under it, without ever pausing.
 //!
-//! Open addressing with linear probing over one array of `u64` entries, `tag (32) | value (32)`: a
-//! probe reads neighbours in one cache line, and a key is compared only where its whole hash agrees.
+//! Open addressing over buckets of one cache line, 8 tags (a key's whole hash) and 8 values: a look-up
+//! compares all tags of its home bucket at once and goes on to the next bucket only past a full one,
+//! one in twenty when the table is at its limit of half full. So its branches go the same way nearly
+//! always, and the processor starts the next look-up while this one waits for memory. A key is compared
+//! only where its whole hash agrees.
 //!
-//! Removal shifts the rest of the run back instead of leaving a tombstone. That matters more than the
-//! few nanoseconds it costs: a table with tombstones (hashbrown, thus `HashMap`) rehashes in place
-//! once they have used up its growth budget, so a cache that inserts and removes at a constant size
-//! pauses for time in proportion to all its entries, in the middle of some scheduler step. Here the
-//! worst call is as long as one run of neighbours, and at most half of the entries are ever used.
+//! Removal pulls an entry that had to go past a full bucket back into it instead of leaving a tombstone.
+//! A table with tombstones (hashbrown, thus `HashMap`) rehashes in place once they have used up its
+//! growth budget, so a cache that inserts and removes at a constant size pauses for time in proportion
+//! to all its entries, in the middle of some scheduler step. Here the worst call is as long as one run
+//! of full buckets.
+
+use std::hint::black_box;
 
 use crate::key::KeyHash;
 
-/// An entry without a value. No value equals [`Index::NONE`], so no full entry looks like it.
-const EMPTY: u64 = u64::MAX;
+/// Entries of a bucket.
+const WIDTH: usize = 8;
 
 /// Entries per value that may be held: the table is at most half full.
 const SPREAD: usize = 2;
 
+/// The tag of an entry without a value.
+const EMPTY: u32 = 0;
+
+/// One cache line of entries. The free ones are anywhere among them.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Bucket {
+    tags: [u32; WIDTH],
+    values: [u32; WIDTH],
+}
+
+impl Bucket {
+    const EMPTY: Self = Self {
+        tags: [EMPTY; WIDTH],
+        values: [0; WIDTH],
+    };
+
+    /// Which entries have `tag`: a byte each, the first entry's lowest, 1 for yes.
+    #[inline]
+    fn having(&self, tag: u32) -> u64 {
+        // Bytes, because this becomes a few vector instructions; bits become a long sum.
+        u64::from_le_bytes(self.tags.map(|held| u8::from(held == tag)))
+    }
+
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.having(EMPTY) == 0
+    }
+}
+
 /// A table from [`KeyHash`] to `u32` values; the caller holds the keys and compares them.
 #[derive(Clone, Debug, Default)]
 pub struct Index {
-    entries: Box<[u64]>,
+    buckets: Box<[Bucket]>,
     len: usize,
     grows: bool,
 }
 
 impl Index {
-    /// The one value that cannot be stored.
-    pub const NONE: u32 = u32::MAX;
-
     /// A table for up to `capacity` values. Allocates now and never again; 16 bytes a value.
     pub fn with_capacity(capacity: usize) -> Self {
+        let buckets = (capacity * SPREAD).div_ceil(WIDTH);
         Self {
-            entries: vec![EMPTY; capacity * SPREAD].into(),
+            buckets: vec![Bucket::EMPTY; buckets].into(),
             len: 0,
             grows: false,
         }
@@ -61,7 +94,8 @@ impl Index {
     /// The value stored under `hash` for which `is_it` answers yes.
     #[inline]
     pub fn get(&self, hash: KeyHash, is_it: impl FnMut(u32) -> bool) -> Option<u32> {
-        self.find(hash, is_it).map(|at| value(self.entries[at]))
+        self.find(tag(hash), is_it)
+            .map(|(at, i)| self.buckets[at].values[i])
     }
 
     /// Stores `value` under `hash`. The caller knows that its key is not in the table.
@@ -70,114 +104,156 @@ impl Index {
     /// If a table of fixed capacity is full: its owner has lost count, and to go on would lose keys.
     #[inline]
     pub fn insert_unique(&mut self, hash: KeyHash, value: u32) {
-        debug_assert_ne!(value, Self::NONE, "this value means that an entry is empty");
-        if self.len * SPREAD == self.entries.len() {
+        if self.len * SPREAD >= self.buckets.len() * WIDTH {
             self.grow();
         }
         self.len += 1;
-        self.place(u64::from(hash.0) << 32 | u64::from(value));
+        self.place(tag(hash), value);
     }
 
     /// Removes and returns the value stored under `hash` for which `is_it` answers yes.
     #[inline]
     pub fn remove(&mut self, hash: KeyHash, is_it: impl FnMut(u32) -> bool) -> Option<u32> {
-        let mut hole = self.find(hash, is_it)?;
-        let removed = value(self.entries[hole]);
-        // Every later entry of the run that may stand in the hole moves there and leaves a new one.
-        let mut at = hole;
-        loop {
-            at = self.after(at);
-            let entry = self.entries[at];
-            if entry == EMPTY {
-                break;
-            }
-            if self.distance(self.home(tag(entry)), at) >= self.distance(hole, at) {
-                self.entries[hole] = entry;
-                hole = at;
-            }
-        }
-        self.entries[hole] = EMPTY;
+        let (at, i) = self.find(tag(hash), is_it)?;
+        let bucket = &mut self.buckets[at];
+        let was_full = bucket.is_full();
+        let removed = bucket.values[i];
+        bucket.tags[i] = EMPTY;
         self.len -= 1;
+        if was_full {
+            self.pull_back(at, i);
+        }
         Some(removed)
+    }
+
+    /// Reads the place where a search for `hash` starts, so that the search itself need not wait.
+    ///
+    /// In a large table nearly every call waits for memory. Calling this for a whole batch first lets
+    /// those waits overlap, whatever else the calls do.
+    #[inline]
+    pub fn warm(&self, hash: KeyHash) {
+        if let Some(bucket) = self.buckets.get(self.home(tag(hash))) {
+            black_box(bucket.tags[0]);
+        }
     }
 
     /// Makes room for `more` values at once, if the table may grow.
     pub fn reserve(&mut self, more: usize) {
-        let size = (self.len + more) * SPREAD;
-        if self.grows && size > self.entries.len() {
-            self.resize(size.next_power_of_two());
+        let buckets = ((self.len + more) * SPREAD).div_ceil(WIDTH);
+        if self.grows && buckets > self.buckets.len() {
+            self.resize(buckets.next_power_of_two());
         }
     }
 
     /// The values held, in no particular order.
     pub fn values(&self) -> impl Iterator<Item = u32> + '_ {
-        self.entries
-            .iter()
-            .filter(|entry| **entry != EMPTY)
-            .map(|entry| value(*entry))
+        self.buckets.iter().flat_map(|bucket| {
+            let entries = bucket.tags.iter().zip(&bucket.values);
+            entries
+                .filter(|(tag, _)| **tag != EMPTY)
+                .map(|(_, value)| *value)
+        })
     }
 
     /// Removes every value; keeps the memory. Takes time in proportion to the capacity.
     pub fn clear(&mut self) {
-        self.entries.fill(EMPTY);
+        self.buckets.fill(Bucket::EMPTY);
         self.len = 0;
     }
 
     /// Bytes allocated.
     pub fn metadata_bytes(&self) -> usize {
-        size_of_val(&*self.entries)
+        size_of_val(&*self.buckets)
     }
 
+    /// The bucket and the entry of a value.
     #[inline]
-    fn find(&self, hash: KeyHash, mut is_it: impl FnMut(u32) -> bool) -> Option<usize> {
-        if self.entries.is_empty() {
-            return None;
-        }
-        let mut at = self.home(hash.0);
+    fn find(&self, tag: u32, mut is_it: impl FnMut(u32) -> bool) -> Option<(usize, usize)> {
+        let mut at = self.home(tag);
         loop {
-            let entry = self.entries[at];
-            if entry == EMPTY {
+            let bucket = self.buckets.get(at)?;
+            let mut found = bucket.having(tag);
+            while found != 0 {
+                let i = found.trailing_zeros() as usize / 8;
+                if is_it(bucket.values[i]) {
+                    return Some((at, i));
+                }
+                found &= found - 1;
+            }
+            if !bucket.is_full() {
                 return None;
             }
-            if tag(entry) == hash.0 && is_it(value(entry)) {
-                return Some(at);
+            at = self.after(at);
+        }
+    }
+
+    /// Writes an entry into the first bucket that is not full. There is one: half of all are free.
+    #[inline]
+    fn place(&mut self, tag: u32, value: u32) {
+        let mut at = self.home(tag);
+        loop {
+            let bucket = &mut self.buckets[at];
+            let free = bucket.having(EMPTY);
+            if free != 0 {
+                let i = free.trailing_zeros() as usize / 8;
+                bucket.tags[i] = tag;
+                bucket.values[i] = value;
+                return;
             }
             at = self.after(at);
         }
     }
 
-    /// Writes `entry` into the first free place of its run. There is one: half of them are free.
-    #[inline]
-    fn place(&mut self, entry: u64) {
-        let mut at = self.home(tag(entry));
-        while self.entries[at] != EMPTY {
+    /// Fills the hole at `hole`, `i` in a bucket that was full with a later entry that had to go past
+    /// that bucket, and so on with the hole that this one leaves.
+    #[cold]
+    fn pull_back(&mut self, mut hole: usize, mut i: usize) {
+        let mut at = hole;
+        loop {
             at = self.after(at);
+            let bucket = self.buckets[at];
+            let past = (0..WIDTH).find(|&from| {
+                let tag = bucket.tags[from];
+                tag != EMPTY && self.distance(self.home(tag), at) >= self.distance(hole, at)
+            });
+            if let Some(from) = past {
+                self.buckets[hole].tags[i] = bucket.tags[from];
+                self.buckets[hole].values[i] = bucket.values[from];
+                self.buckets[at].tags[from] = EMPTY;
+                (hole, i) = (at, from);
+            }
+            if !bucket.is_full() {
+                return;
+            }
         }
-        self.entries[at] = entry;
     }
 
     #[cold]
     fn grow(&mut self) {
         assert!(self.grows, "an index for {} values got one more", self.len);
-        self.resize((self.entries.len() * 2).max(16));
+        self.resize((self.buckets.len() * 2).max(1));
     }
 
-    fn resize(&mut self, size: usize) {
-        let old = std::mem::replace(&mut self.entries, vec![EMPTY; size].into());
-        for &entry in old.iter().filter(|&&entry| entry != EMPTY) {
-            self.place(entry);
+    fn resize(&mut self, buckets: usize) {
+        let old = std::mem::replace(&mut self.buckets, vec![Bucket::EMPTY; buckets].into());
+        for bucket in &old {
+            for (&tag, &value) in bucket.tags.iter().zip(&bucket.values) {
+                if tag != EMPTY {
+                    self.place(tag, value);
+                }
+            }
         }
     }
 
     /// Where the search for `tag` starts: the high bits scale to any table size, no power of two.
     #[inline]
     fn home(&self, tag: u32) -> usize {
-        ((u64::from(tag) * self.entries.len() as u64) >> 32) as usize
+        ((u64::from(tag) * self.buckets.len() as u64) >> 32) as usize
     }
 
     #[inline]
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.entries.len() {
+        if at + 1 == self.buckets.len() {
             0
         } else {
             at + 1
@@ -185,24 +261,19 @@ impl Index {
     }
 
     /// Steps from `from` forward to `to`, around the end if need be.
-    #[inline]
     fn distance(&self, from: usize, to: usize) -> usize {
         if to >= from {
             to - from
         } else {
-            to + self.entries.len() - from
+            to + self.buckets.len() - from
         }
     }
 }
 
+/// The hash, but never that of an empty entry.
 #[inline]
-fn tag(entry: u64) -> u32 {
-    (entry >> 32) as u32
-}
-
-#[inline]
-fn value(entry: u64) -> u32 {
-    entry as u32
+fn tag(hash: KeyHash) -> u32 {
+    hash.0.max(EMPTY + 1)
 }
 
 #[cfg(test)]
@@ -213,25 +284,24 @@ mod tests {
 
     use super::*;
 
-    /// Every value sits in an unbroken run from its home, so that a search finds it.
+    /// Every entry is behind full buckets only, from its home on, so that a search finds it.
     fn validate(index: &Index) {
-        let full = index
-            .entries
-            .iter()
-            .filter(|&&entry| entry != EMPTY)
-            .count();
-        assert_eq!(full, index.len);
-        assert!(full * SPREAD <= index.entries.len());
-        for (at, &entry) in index.entries.iter().enumerate() {
-            let mut step = index.home(tag(entry));
-            while entry != EMPTY && step != at {
-                assert_ne!(
-                    index.entries[step], EMPTY,
-                    "a gap between an entry and its home"
-                );
-                step = index.after(step);
+        let mut len = 0;
+        for (at, bucket) in index.buckets.iter().enumerate() {
+            for &tag in bucket.tags.iter().filter(|&&tag| tag != EMPTY) {
+                len += 1;
+                let mut step = index.home(tag);
+                while step != at {
+                    assert!(
+                        index.buckets[step].is_full(),
+                        "a gap between an entry and its home"
+                    );
+                    step = index.after(step);
+                }
             }
         }
+        assert_eq!(len, index.len);
+        assert!(len * SPREAD <= index.buckets.len() * WIDTH);
     }
 
     /// Tags that collide: equal ones, neighbours in one run, and runs that wrap around the end.
@@ -312,7 +382,7 @@ mod tests {
         fn a_fixed_index_is_a_map(capacity in 0..40usize, ops in ops()) {
             let mut index = Index::with_capacity(capacity);
             run(&mut index, capacity, &ops);
-            prop_assert_eq!(index.metadata_bytes(), capacity * 16);
+            prop_assert_eq!(index.metadata_bytes(), (capacity * 16).next_multiple_of(64));
         }
 
         #[test]
@@ -329,10 +399,9 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "an index for 1 values got one more")]
+    #[should_panic(expected = "an index for 4 values got one more")]
     fn a_fixed_index_refuses_to_overflow() {
-        let mut index = Index::with_capacity(1);
-        index.insert_unique(KeyHash(1), 1);
-        index.insert_unique(KeyHash(2), 2);
+        let mut index = Index::with_capacity(4);
+        (0..5).for_each(|value| index.insert_unique(KeyHash(value), value));
     }
 }

@@ -4,7 +4,10 @@ use crate::index::Index;
 use crate::key::{Key, KeyHash};
 
 /// No entry: the end of a list.
-const NONE: u32 = Index::NONE;
+const NONE: u32 = u32::MAX;
+
+/// The most keys that are worth handling together.
+pub(crate) const BATCH: usize = 64;
 
 /// `lists` lists of up to `capacity` keys each; a key is in one of them at most.
 ///
@@ -102,11 +105,7 @@ impl KeyLists {
         if self.capacity == 0 {
             return None;
         }
-        if self.lists[list].len == self.capacity {
-            let oldest = self.lists[list].oldest;
-            let forgotten = KeyHash::of(self.keys[oldest as usize].as_bytes());
-            self.remove_entry(oldest, forgotten);
-        }
+        self.make_room(list, 1);
         let state = &mut self.lists[list];
         let entry = state.free;
         let entry = if entry == NONE {
@@ -120,6 +119,36 @@ impl KeyLists {
         self.index.insert_unique(hash, entry);
         self.link_newest(list, entry);
         Some(entry)
+    }
+
+    /// Forgets the oldest keys of `list` until `count` more fit; at most [`BATCH`] of them.
+    pub(crate) fn make_room(&mut self, list: usize, count: usize) {
+        let List { oldest, len, .. } = self.lists[list];
+        let excess = (len as usize + count).saturating_sub(self.capacity as usize);
+        if excess == 0 {
+            return;
+        }
+        // All look-ups are started before the first one is needed.
+        let mut forgotten = [(NONE, KeyHash(0)); BATCH];
+        let mut next = oldest;
+        let mut found = 0;
+        while found < excess.min(BATCH) && next != NONE {
+            let hash = KeyHash::of(self.keys[next as usize].as_bytes());
+            self.index.warm(hash);
+            forgotten[found] = (next, hash);
+            found += 1;
+            next = self.links[next as usize].newer;
+        }
+        // The oldest entry is freed last, to be used first: entries stay in the order of memory.
+        for &(entry, hash) in forgotten[..found].iter().rev() {
+            self.remove_entry(entry, hash);
+        }
+    }
+
+    /// Lets a call for a key with this hash wait less for memory: see [`Index::warm`].
+    #[inline]
+    pub(crate) fn warm(&self, hash: KeyHash) {
+        self.index.warm(hash);
     }
 
     /// Makes the key of `entry` the newest of its list.

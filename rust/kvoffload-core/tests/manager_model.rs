@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use kvoffload_core::manager::{
     Answer, Clock, Config, Manager, ManagerError, PolicyKind, Prepared, Request,
@@ -373,11 +374,11 @@ proptest! {
 
 #[test]
 fn an_overdue_write_misses_and_its_late_end_still_counts() {
-    let seconds = Arc::new(AtomicU32::new(0));
-    let clock = Arc::clone(&seconds);
+    let millis = Arc::new(AtomicU32::new(0));
+    let clock = Arc::clone(&millis);
     let manager = Manager::new(Config {
-        write_deadline_s: 10,
-        clock: Clock::new(move || clock.load(Ordering::Relaxed)),
+        write_deadline: Duration::from_millis(1500),
+        clock: Clock::new(move || Duration::from_millis(clock.load(Ordering::Relaxed).into())),
         ..Config::new(2)
     })
     .unwrap();
@@ -389,9 +390,9 @@ fn an_overdue_write_misses_and_its_late_end_still_counts() {
             .prepare_store(&keys, &mut request, &mut prepared)
             .unwrap()
     );
-    seconds.store(10, Ordering::Relaxed);
+    millis.store(1500, Ordering::Relaxed);
     assert_eq!(manager.lookup(b"k"), Answer::Later);
-    seconds.store(11, Ordering::Relaxed);
+    millis.store(1600, Ordering::Relaxed);
     assert_eq!(manager.lookup(b"k"), Answer::Miss);
     assert_eq!(manager.stats().overdue, 1);
 

@@ -21,7 +21,7 @@ mod _core {
     #[pymodule_export]
     use super::manager::{Manager, Request};
     #[pymodule_export]
-    use super::worker::{HostWorker, machine_memory_bytes, slot_bytes};
+    use super::worker::{HostWorker, machine_memory, slot_bytes};
 
     /// Version, profile and target of this build.
     #[pyfunction]

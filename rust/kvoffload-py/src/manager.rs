@@ -1,5 +1,7 @@
 //! `Manager` and `Request`.
 
+use std::time::Duration;
+
 use kvoffload_core::manager::{self as core, Answer, Config, PolicyKind, Prepared};
 use kvoffload_core::pool::{Slot, SlotState};
 use parking_lot::Mutex;
@@ -77,14 +79,14 @@ impl Manager {
         answers: Option<(Py<PyAny>, Py<PyAny>, Py<PyAny>)>,
     ) -> PyResult<Self> {
         let fail = |error| manager_error(py, &error);
-        if !write_deadline_s.is_finite() || write_deadline_s < 0.0 {
+        let write_deadline = Duration::try_from_secs_f64(write_deadline_s).map_err(|_| {
             let about = About {
                 field: Some("write_deadline_s"),
                 ..About::default()
             };
             let text = format!("write_deadline_s is {write_deadline_s}: give seconds, 0 or more");
-            return Err(raise(py, "ConfigError", text, about));
-        }
+            raise(py, "ConfigError", text, about)
+        })?;
         let policy = PolicyKind::from_name(policy).map_err(fail)?;
         let config = Config {
             policy,
@@ -92,7 +94,7 @@ impl Manager {
             store_threshold,
             max_tracker_size,
             partial_admission,
-            write_deadline_s: write_deadline_s as u32,
+            write_deadline,
             // More than u32 is more than the core accepts; it says so.
             ..Config::new(u32::try_from(num_slots).unwrap_or(u32::MAX))
         };

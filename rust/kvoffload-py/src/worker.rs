@@ -180,13 +180,11 @@ impl HostWorker {
     }
 
     /// Lets running copies end, ends the threads and gives the memory back.
-    fn shutdown(&self, py: Python<'_>) {
-        py.detach(|| {
-            self.engine.shutdown(
-                self.wait_timeout
-                    .min(EngineConfig::default().shutdown_timeout),
-            )
-        });
+    ///
+    /// Answers (jobs that were given up, threads that could not be ended).
+    fn shutdown(&self, py: Python<'_>) -> (Vec<u64>, usize) {
+        let report = py.detach(|| self.engine.shutdown(self.shutdown_timeout()));
+        (report.abandoned, report.stuck_threads)
     }
 
     /// Counts of jobs, bytes and faults.
@@ -200,6 +198,11 @@ impl HostWorker {
 }
 
 impl HostWorker {
+    fn shutdown_timeout(&self) -> Duration {
+        self.wait_timeout
+            .min(EngineConfig::default().shutdown_timeout)
+    }
+
     #[expect(
         clippy::too_many_arguments,
         reason = "the parts of a job as Python gives them"
@@ -233,16 +236,24 @@ impl HostWorker {
     }
 }
 
+impl Drop for HostWorker {
+    /// The engine waits for running copies when it is dropped; other Python threads go on meanwhile.
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| self.engine.shutdown(self.shutdown_timeout())));
+    }
+}
+
 /// Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.
 #[pyfunction]
 pub(crate) fn slot_bytes(groups: Vec<Vec<(u32, u64)>>, blocks_per_chunk: u32) -> u64 {
     layout::slot_bytes(&page_refs(groups), blocks_per_chunk)
 }
 
-/// Memory of this machine or of the tightest cgroup limit above this process, in bytes.
+/// (bytes, what limits them): this machine's memory or the tightest cgroup limit above this process.
 #[pyfunction]
-pub(crate) fn machine_memory_bytes() -> PyResult<u64> {
-    Ok(kvoffload_transfer::machine_memory_bytes()?)
+pub(crate) fn machine_memory() -> PyResult<(u64, String)> {
+    let limit = kvoffload_transfer::machine_memory()?;
+    Ok((limit.bytes, limit.limited_by))
 }
 
 fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {

@@ -21,6 +21,6 @@ pub use error::{CopyError, StartError, SubmitError, VerifyReason, WaitTimeout};
 pub use host::engine::{HostConfig, HostEngine, HostTensor};
 pub use host::faults::{FaultPlan, LoadFault};
 pub use kvoffload_core::jobs::JobKind;
-pub use memory::machine_memory_bytes;
+pub use memory::{Limit, machine_memory};
 pub use region::Region;
 pub use verify::Verify;

@@ -7,24 +7,24 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Total memory of this machine or of the tightest cgroup limit above this process, in bytes.
+/// Total memory of this machine or the tightest cgroup limit above this process, whichever is less.
 ///
 /// A static figure: it does not depend on what is in use, so every process of one engine computes
 /// the same capacity from it.
 ///
 /// # Errors
 /// `/proc/meminfo` cannot be read or has no total.
-pub fn machine_memory_bytes() -> io::Result<u64> {
+pub fn machine_memory() -> io::Result<Limit> {
     Machine::new("/").total()
 }
 
-/// Memory that could be taken now, and what limits it.
+/// An amount of memory, and what limits it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Available {
-    /// Bytes that can be taken.
-    pub(crate) bytes: u64,
+pub struct Limit {
+    /// The amount in bytes.
+    pub bytes: u64,
     /// The file whose figure is the smallest.
-    pub(crate) limited_by: String,
+    pub limited_by: String,
 }
 
 /// A machine as its files describe it; the root differs in tests.
@@ -59,18 +59,25 @@ impl Machine {
         Self { root: root.into() }
     }
 
-    pub(crate) fn total(&self) -> io::Result<u64> {
-        let mut total = self.meminfo("MemTotal:")?;
+    pub(crate) fn total(&self) -> io::Result<Limit> {
+        let mut least = Limit {
+            bytes: self.meminfo("MemTotal:")?,
+            limited_by: "MemTotal in /proc/meminfo".to_owned(),
+        };
         self.each_cgroup(|directory, version| {
-            if let Some(limit) = read_number(&directory.join(version.limit)) {
-                total = total.min(limit);
+            let file = directory.join(version.limit);
+            if let Some(bytes) = read_number(&file).filter(|bytes| *bytes < least.bytes) {
+                least = Limit {
+                    bytes,
+                    limited_by: file.display().to_string(),
+                };
             }
         });
-        Ok(total)
+        Ok(least)
     }
 
-    pub(crate) fn available(&self) -> io::Result<Available> {
-        let mut least = Available {
+    pub(crate) fn available(&self) -> io::Result<Limit> {
+        let mut least = Limit {
             bytes: self.meminfo("MemAvailable:")?,
             limited_by: "MemAvailable in /proc/meminfo".to_owned(),
         };
@@ -84,7 +91,7 @@ impl Machine {
             let reclaimable = stat(&directory.join("memory.stat"), version.reclaimable);
             let bytes = limit.saturating_sub(usage.saturating_sub(reclaimable.unwrap_or(0)));
             if bytes < least.bytes {
-                least = Available {
+                least = Limit {
                     bytes,
                     limited_by: file.display().to_string(),
                 };
@@ -230,7 +237,7 @@ mod tests {
     #[test]
     fn without_cgroups_the_machine_is_the_limit() {
         let fake = Fake::new("none", &[("proc/meminfo", MEMINFO)]);
-        assert_eq!(fake.machine().total().unwrap(), 1000 * KIB);
+        assert_eq!(fake.machine().total().unwrap().bytes, 1000 * KIB);
         let available = fake.machine().available().unwrap();
         assert_eq!(available.bytes, 800 * KIB);
         assert!(available.limited_by.contains("MemAvailable"));
@@ -256,7 +263,7 @@ mod tests {
                 ("sys/fs/cgroup/pod/box/memory.max", "max\n"),
             ],
         );
-        assert_eq!(fake.machine().total().unwrap(), 409_600);
+        assert_eq!(fake.machine().total().unwrap().bytes, 409_600);
         let available = fake.machine().available().unwrap();
         assert_eq!(available.bytes, 409_600 - 204_800 + 102_400);
         assert!(available.limited_by.ends_with("pod/memory.max"));
@@ -281,7 +288,7 @@ mod tests {
                 ("sys/fs/cgroup/memory/memory.usage_in_bytes", "100000"),
             ],
         );
-        assert_eq!(fake.machine().total().unwrap(), 300_000);
+        assert_eq!(fake.machine().total().unwrap().bytes, 300_000);
         assert_eq!(fake.machine().available().unwrap().bytes, 200_000);
     }
 
@@ -322,7 +329,7 @@ mod tests {
 
     #[test]
     fn this_machine_has_memory() {
-        assert!(machine_memory_bytes().unwrap() > 64 << 20);
+        assert!(machine_memory().unwrap().bytes > 64 << 20);
         assert!(Machine::new("/").available().unwrap().bytes > 1 << 20);
     }
 }

@@ -7,6 +7,7 @@ use crate::policy::{Arc, Lru, Policy, PolicyDump};
 use crate::pool::{Pool, Slot, SlotState};
 use crate::sync::MutexGuard;
 
+use super::config::Tenths;
 use super::events::Events;
 use super::request::Entry;
 use super::{Answer, Clock, Config, Manager, ManagerError, PolicyKind, Request, Stats};
@@ -21,8 +22,8 @@ pub(super) struct Inner {
     pub(super) keys: Box<[Key]>,
     /// Its key's hash.
     pub(super) tags: Box<[KeyHash]>,
-    /// When the write into each slot began, in the clock's seconds.
-    pub(super) written_at: Box<[u32]>,
+    /// When the write into each slot began.
+    pub(super) written_at: Box<[Tenths]>,
     pub(super) policy: Box<dyn Policy>,
     pub(super) tracker: Option<Tracker>,
     pub(super) events: Events,
@@ -30,7 +31,7 @@ pub(super) struct Inner {
     pub(super) stores_skipped: u64,
     pub(super) stats: Stats,
     pub(super) clock: Clock,
-    write_deadline_s: u32,
+    write_deadline: Tenths,
     /// Reused by each store: victims, and slots held back from eviction.
     pub(super) victims: Vec<Slot>,
     pub(super) protected: Vec<Slot>,
@@ -46,7 +47,7 @@ impl Inner {
             index: Index::with_capacity(slots),
             keys: vec![Key::default(); slots].into(),
             tags: vec![KeyHash(0); slots].into(),
-            written_at: vec![0; slots].into(),
+            written_at: vec![Tenths::default(); slots].into(),
             policy: match config.policy {
                 PolicyKind::Lru => Box::new(Lru::new(config.num_slots)),
                 PolicyKind::Arc => Box::new(Arc::new(config.num_slots)),
@@ -61,7 +62,7 @@ impl Inner {
                 ..Stats::default()
             },
             clock: config.clock,
-            write_deadline_s: config.write_deadline_s,
+            write_deadline: Tenths::of(config.write_deadline),
             victims: Vec::new(),
             protected: Vec::new(),
             hashes: Vec::new(),
@@ -95,11 +96,8 @@ impl Inner {
             self.stats.hits += 1;
             return Answer::Hit;
         }
-        let age = self
-            .clock
-            .seconds()
-            .saturating_sub(self.written_at[slot.index()]);
-        if age > self.write_deadline_s {
+        let age = self.clock.now().since(self.written_at[slot.index()]);
+        if age > self.write_deadline {
             self.stats.misses += 1;
             self.stats.overdue += 1;
             return Answer::Miss;
@@ -161,7 +159,7 @@ impl Inner {
         self.index.metadata_bytes()
             + size_of_val::<[Key]>(&self.keys)
             + size_of_val::<[KeyHash]>(&self.tags)
-            + size_of_val::<[u32]>(&self.written_at)
+            + size_of_val::<[Tenths]>(&self.written_at)
             + self.policy.metadata_bytes()
             + self.tracker.as_ref().map_or(0, Tracker::metadata_bytes)
     }

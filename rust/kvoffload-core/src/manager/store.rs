@@ -227,7 +227,7 @@ impl Inner {
     }
 
     fn link(&mut self, pool: &Pool, keys: &[&[u8]], request: &mut Request, out: &Prepared) {
-        let now = self.clock.seconds();
+        let now = self.clock.now();
         for ((&position, &at), &slot) in out.to_store.iter().zip(&out.entries).zip(&out.slots) {
             let key = Key::new(keys[position]);
             let hash = request.entry(at).hash;

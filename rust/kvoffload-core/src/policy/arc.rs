@@ -4,6 +4,7 @@ use super::ghost::{B1, B2, Ghosts};
 use super::timeline::Timeline;
 use super::{Access, Policy, PolicyDump};
 use crate::key::{Key, KeyHash};
+use crate::keylist::BATCH;
 use crate::pool::Slot;
 
 /// Keeps slots used once in `t1` and slots used again in `t2`, each in order of use.
@@ -118,24 +119,27 @@ impl Policy for Arc {
         // A fraction of a slot does not count.
         let target = self.ghosts.target() as usize;
         let (mut from_t1, mut from_t2) = (0, 0);
-        for _ in 0..n {
-            let mut list = B1;
-            let mut victim = None;
-            if self.t1.len() >= target {
-                victim = self.t1.take_evictable(&mut from_t1);
+        let mut left = n;
+        while left > 0 {
+            let start = victims.len();
+            let mut were_in_t2 = 0;
+            for i in 0..left.min(BATCH) {
+                let mut victim = None;
+                if self.t1.len() >= target {
+                    victim = self.t1.take_evictable(&mut from_t1);
+                }
+                if victim.is_none() {
+                    victim = self.t2.take_evictable(&mut from_t2);
+                    were_in_t2 |= u64::from(victim.is_some()) << i;
+                }
+                victims.extend(victim.or_else(|| self.t1.take_evictable(&mut from_t1)));
             }
-            if victim.is_none() {
-                list = B2;
-                victim = self.t2.take_evictable(&mut from_t2);
+            let batch = &victims[start..];
+            if batch.is_empty() {
+                return;
             }
-            if victim.is_none() {
-                list = B1;
-                victim = self.t1.take_evictable(&mut from_t1);
-            }
-            let Some(victim) = victim else { break };
-            let (key, hash) = keys(victim);
-            self.ghosts.remember(list, key, hash);
-            victims.push(victim);
+            left -= batch.len();
+            self.ghosts.remember(batch, were_in_t2, keys);
         }
     }
 

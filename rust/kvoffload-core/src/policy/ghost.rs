@@ -1,7 +1,8 @@
 //! What ARC remembers of evicted keys, and what it learns when one of them is wanted again.
 
 use crate::key::{Key, KeyHash};
-use crate::keylist::KeyLists;
+use crate::keylist::{BATCH, KeyLists};
+use crate::pool::Slot;
 
 /// The list of keys evicted from `t1`.
 pub(super) const B1: usize = 0;
@@ -12,6 +13,8 @@ pub(super) const B2: usize = 1;
 pub(super) struct Ghosts {
     lists: KeyLists,
     target: f64,
+    /// What is being remembered, so that look-ups can be started together.
+    batch: Vec<(Key, KeyHash)>,
     num_slots: u32,
 }
 
@@ -21,6 +24,7 @@ impl Ghosts {
         Self {
             lists: KeyLists::new(2, num_slots),
             target: 0.0,
+            batch: Vec::with_capacity(BATCH),
             num_slots,
         }
     }
@@ -46,10 +50,27 @@ impl Ghosts {
         self.lists.renew(entry);
     }
 
-    /// Remembers the evicted `key` as the newest of `list`; a full list forgets its oldest.
-    #[inline]
-    pub(super) fn remember(&mut self, list: usize, key: Key, hash: KeyHash) {
-        self.lists.push(list, key, hash);
+    /// Remembers the keys of up to [`BATCH`] evicted slots, first evicted first; a full list forgets its
+    /// oldest. Bit i of `from_t2` says that the i-th goes to `b2`, otherwise it goes to `b1`.
+    pub(super) fn remember(
+        &mut self,
+        evicted: &[Slot],
+        from_t2: u64,
+        keys: &dyn Fn(Slot) -> (Key, KeyHash),
+    ) {
+        debug_assert!(evicted.len() <= BATCH && self.batch.is_empty());
+        let to_b2 = from_t2.count_ones() as usize;
+        self.lists.make_room(B1, evicted.len() - to_b2);
+        self.lists.make_room(B2, to_b2);
+        for &slot in evicted {
+            let (key, hash) = keys(slot);
+            self.lists.warm(hash);
+            self.batch.push((key, hash));
+        }
+        for (i, (key, hash)) in self.batch.drain(..).enumerate() {
+            let list = if from_t2 >> i & 1 == 0 { B1 } else { B2 };
+            self.lists.push(list, key, hash);
+        }
     }
 
     /// `key` is present again.
@@ -74,6 +95,6 @@ impl Ghosts {
 
     /// Bytes allocated.
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.lists.metadata_bytes()
+        self.lists.metadata_bytes() + self.batch.capacity() * size_of::<(Key, KeyHash)>()
     }
 }
