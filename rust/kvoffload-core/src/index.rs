@@ -22,6 +22,10 @@ const WIDTH: usize = 8;
 /// Entries per value that may be held: the table is at most half full.
 const SPREAD: usize = 2;
 
+/// A bit for each entry of a bucket. Not from 1 up: then the compiler turns `true` into the bit one by
+/// one, instead of comparing and masking four entries with each instruction.
+const MARKS: [u32; WIDTH] = [2, 4, 8, 16, 32, 64, 128, 256];
+
 /// The tag of an entry without a value.
 const EMPTY: u32 = 0;
 
@@ -39,11 +43,13 @@ impl Bucket {
         values: [0; WIDTH],
     };
 
-    /// Which entries have `tag`: a byte each, the first entry's lowest, 1 for yes.
+    /// Which entries have `tag`: the sum of their [`MARKS`].
     #[inline]
-    fn having(&self, tag: u32) -> u64 {
-        // Bytes, because this becomes a few vector instructions; bits become a long sum.
-        u64::from_le_bytes(self.tags.map(|held| u8::from(held == tag)))
+    fn having(&self, tag: u32) -> u32 {
+        let marks = self.tags.iter().zip(MARKS);
+        marks.fold(0, |sum, (&held, mark)| {
+            sum | if held == tag { mark } else { 0 }
+        })
     }
 
     #[inline]
@@ -174,7 +180,7 @@ impl Index {
             let bucket = self.buckets.get(at)?;
             let mut found = bucket.having(tag);
             while found != 0 {
-                let i = found.trailing_zeros() as usize / 8;
+                let i = entry(found);
                 if is_it(bucket.values[i]) {
                     return Some((at, i));
                 }
@@ -195,7 +201,7 @@ impl Index {
             let bucket = &mut self.buckets[at];
             let free = bucket.having(EMPTY);
             if free != 0 {
-                let i = free.trailing_zeros() as usize / 8;
+                let i = entry(free);
                 bucket.tags[i] = tag;
                 bucket.values[i] = value;
                 return;
@@ -268,6 +274,12 @@ impl Index {
             to + self.buckets.len() - from
         }
     }
+}
+
+/// The first entry of some [`MARKS`].
+#[inline]
+fn entry(marks: u32) -> usize {
+    marks.trailing_zeros() as usize - 1
 }
 
 /// The hash, but never that of an empty entry.

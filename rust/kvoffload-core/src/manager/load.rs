@@ -1,6 +1,5 @@
 //! Loads: pin every chunk or none, release each pin once.
 
-use crate::key::KeyHash;
 use crate::pool::{Slot, SlotState};
 
 use super::request::Handle;
@@ -26,10 +25,8 @@ impl Manager {
         let keys = keys.into_iter();
         let first = slots.len();
         let mut hashes = std::mem::take(&mut inner.hashes);
-        hashes.clear();
-        for (position, key) in keys.clone().enumerate() {
-            let hash = KeyHash::of(key);
-            hashes.push(hash);
+        inner.hash_all(keys.clone(), &mut hashes);
+        for (position, (key, &hash)) in keys.clone().zip(&hashes).enumerate() {
             let slot = inner.find(key, hash);
             match slot.map(|slot| (slot, self.pool.state(slot))) {
                 Some((slot, SlotState::Ready)) => slots.push(slot),

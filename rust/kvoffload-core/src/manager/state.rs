@@ -35,7 +35,7 @@ pub(super) struct Inner {
     /// Reused by each store: victims, and slots held back from eviction.
     pub(super) victims: Vec<Slot>,
     pub(super) protected: Vec<Slot>,
-    /// Reused by each load.
+    /// Reused by each call: its keys' hashes.
     pub(super) hashes: Vec<KeyHash>,
 }
 
@@ -73,6 +73,19 @@ impl Inner {
         self.index
             .get(hash, |slot| self.keys[slot as usize].as_bytes() == key)
             .map(Slot::new)
+    }
+
+    /// Hashes a call's keys, and lets their look-ups wait for memory together.
+    pub(super) fn hash_all<'k>(
+        &self,
+        keys: impl Iterator<Item = &'k [u8]>,
+        hashes: &mut Vec<KeyHash>,
+    ) {
+        hashes.clear();
+        hashes.extend(keys.map(KeyHash::of));
+        for hash in hashes.iter() {
+            self.index.warm(*hash);
+        }
     }
 
     /// Like [`Inner::find`], for a request that remembers where the key was.

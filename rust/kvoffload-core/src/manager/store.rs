@@ -1,6 +1,6 @@
 //! Stores: make room for all keys of a call or for none, publish each when its bytes are there.
 
-use crate::key::{Key, KeyHash};
+use crate::key::Key;
 use crate::pool::{Pool, Slot, SlotState};
 
 use super::request::Handle;
@@ -115,12 +115,13 @@ impl Inner {
     fn admit(&mut self, pool: &Pool, keys: &[&[u8]], request: &mut Request, out: &mut Prepared) {
         let offer = request.begin_offer();
         request.reserve(keys.len());
+        let mut hashes = std::mem::take(&mut self.hashes);
+        self.hash_all(keys.iter().copied(), &mut hashes);
         if let Some(tracker) = &mut self.tracker {
-            let offered: Vec<_> = keys.iter().map(|key| (*key, KeyHash::of(key))).collect();
+            let offered: Vec<_> = keys.iter().copied().zip(hashes.iter().copied()).collect();
             tracker.record(&offered);
         }
-        for (position, key) in keys.iter().enumerate() {
-            let hash = KeyHash::of(key);
+        for (position, (key, &hash)) in keys.iter().zip(&hashes).enumerate() {
             let Some(slot) = self.find(key, hash) else {
                 if self
                     .tracker
@@ -150,6 +151,7 @@ impl Inner {
                 self.protected.push(slot);
             }
         }
+        self.hashes = hashes;
         // Tail first, as every other access; once per request, however often it offers the key.
         for &at in out.entries.iter().rev() {
             let entry = request.entry_mut(at);
@@ -214,6 +216,10 @@ impl Inner {
             n,
             "the caller has counted what can be evicted"
         );
+        // Look-ups that wait for memory are started together, before the first is needed.
+        for slot in &victims {
+            self.index.warm(self.tags[slot.index()]);
+        }
         for &slot in &victims {
             evicted.push(self.unlink(slot));
             pool.release(slot, pool.generation(slot))
