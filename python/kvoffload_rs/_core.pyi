@@ -11,12 +11,21 @@ from typing_extensions import Buffer
 
 __all__ = [
     "HostWorker",
+    "KeyList",
     "Manager",
     "Request",
     "build_info",
     "machine_memory",
     "slot_bytes",
 ]
+
+@final
+class KeyList(Sequence[bytes]):
+    """Keys that become `bytes` when they are looked at. Equal to any sequence of the same keys."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> bytes: ...  # type: ignore[override]
+    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class Request:
@@ -79,7 +88,7 @@ class Manager:
 
     def prepare_store(
         self, keys: Sequence[bytes], request: Request
-    ) -> tuple[list[bytes], bytes, list[bytes]] | None:
+    ) -> tuple[list[bytes], bytes, KeyList] | None:
         """Takes a slot for every key that is to be stored.
 
         Returns:

@@ -72,7 +72,7 @@ impl Tracker {
                 }
                 unprotected -= 1;
             }
-            if let Some(entry) = self.keys.push(0, Key::new(key), hash) {
+            if let Some(entry) = self.keys.push(0, &Key::new(key), hash) {
                 self.counts[entry as usize] = Count {
                     offers: 1,
                     last_offer: self.offer,

@@ -101,7 +101,7 @@ impl KeyLists {
     ///
     /// Returns the key's entry, or `None` if lists of no capacity cannot hold it.
     #[inline]
-    pub(crate) fn push(&mut self, list: usize, key: Key, hash: KeyHash) -> Option<u32> {
+    pub(crate) fn push(&mut self, list: usize, key: &Key, hash: KeyHash) -> Option<u32> {
         if self.capacity == 0 {
             return None;
         }
@@ -115,7 +115,7 @@ impl KeyLists {
             state.free = self.links[entry as usize].newer;
             entry
         };
-        self.keys[entry as usize] = key;
+        self.keys[entry as usize].clone_from(key);
         self.index.insert_unique(hash, entry);
         self.link_newest(list, entry);
         Some(entry)
@@ -285,7 +285,7 @@ mod tests {
                         model[list].push_back(bytes);
                     }
                     (_, None) => {
-                        let pushed = lists.push(list, Key::new(&bytes), hash);
+                        let pushed = lists.push(list, &Key::new(&bytes), hash);
                         prop_assert_eq!(pushed.is_some(), capacity > 0);
                         model[list].push_back(bytes);
                         if model[list].len() > capacity as usize {

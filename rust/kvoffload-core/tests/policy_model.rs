@@ -5,7 +5,7 @@
 
 mod models;
 
-use kvoffload_core::key::Key;
+use kvoffload_core::key::{Key, KeyHash};
 use kvoffload_core::policy::{Access, Arc, Lru, Policy};
 use kvoffload_core::pool::Slot;
 use proptest::prelude::*;
@@ -185,7 +185,6 @@ impl<P: Policy, M: Model> Harness<P, M> {
 
     fn evict(&mut self, n: usize, protected: &dyn Fn(Name) -> bool) {
         let chunks = self.chunks.clone();
-        let chunk_at = |slot: Slot| chunks[slot.index()].expect("a victim has a chunk");
         let chunk_of = |key: Name| chunks.iter().flatten().find(|chunk| chunk.key == key);
         let may_go = |key| chunk_of(key).is_some_and(|chunk| chunk.evictable()) && !protected(key);
         let expected = self.model.evict(n, &may_go);
@@ -194,25 +193,27 @@ impl<P: Policy, M: Model> Harness<P, M> {
             .map(Slot::new)
             .filter(|slot| chunks[slot.index()].is_some_and(|c| c.evictable() && protected(c.key)))
             .collect();
-        held.iter()
-            .for_each(|&slot| self.policy.mark_non_evictable(slot));
+        for &slot in &held {
+            self.policy.mark_non_evictable(slot);
+        }
+        let name_at = |slot: Slot| chunks[slot.index()].map_or(0, |chunk| chunk.key);
+        let keys: Vec<Key> = (0..chunks.len() as u32)
+            .map(|slot| Key::new(&bytes(name_at(Slot::new(slot)))))
+            .collect();
+        let key_of = |slot: Slot| (&keys[slot.index()], hash(name_at(slot)));
         let victims = (n <= self.policy.evictable()).then(|| {
             let mut victims = Vec::new();
-            let keys = |slot| {
-                let key = chunk_at(slot).key;
-                (Key::new(&bytes(key)), hash(key))
-            };
-            self.policy.evict(n, &keys, &mut victims);
+            self.policy.evict(n, &key_of, &mut victims);
             victims
         });
-        held.iter()
-            .for_each(|&slot| self.policy.mark_evictable(slot));
+        for &slot in &held {
+            self.policy.mark_evictable(slot);
+        }
 
         for slot in victims.iter().flatten() {
             self.chunks[slot.index()] = None;
         }
-        let victims =
-            victims.map(|victims| victims.iter().map(|&slot| chunk_at(slot).key).collect());
+        let victims = victims.map(|victims| victims.into_iter().map(name_at).collect());
         assert_eq!(victims, expected);
     }
 
@@ -273,57 +274,81 @@ proptest! {
     }
 }
 
+/// A key for each of some slots: the slot's number.
+fn numbered(slots: Name) -> Vec<(Key, KeyHash)> {
+    let key = |name| (Key::new(&bytes(name)), hash(name));
+    (0..slots).map(key).collect()
+}
+
 #[test]
 fn a_released_slot_returns_to_its_place_in_the_order() {
+    let keys = numbered(4);
+    let key_of = |slot: Slot| (&keys[slot.index()].0, keys[slot.index()].1);
     for policy in [&mut Lru::new(4) as &mut dyn Policy, &mut Arc::new(4)] {
-        let key = |slot: Slot| {
-            (
-                Key::new(&bytes(slot.get() as Name)),
-                hash(slot.get() as Name),
-            )
-        };
         for slot in (0..4).map(Slot::new) {
-            policy.insert(slot, &key(slot).0, key(slot).1);
+            policy.insert(slot, key_of(slot).0, key_of(slot).1);
             policy.mark_evictable(slot);
         }
         policy.mark_non_evictable(Slot::new(0));
         let mut victims = Vec::new();
-        policy.evict(1, &key, &mut victims);
+        policy.evict(1, &key_of, &mut victims);
         policy.mark_evictable(Slot::new(0));
-        policy.evict(2, &key, &mut victims);
+        policy.evict(2, &key_of, &mut victims);
         assert_eq!(victims, [1, 0, 2].map(Slot::new));
     }
 }
 
 #[test]
-fn arc_learns_from_what_it_should_have_kept() {
-    let key = |slot: Slot| {
-        (
-            Key::new(&bytes(slot.get() as Name)),
-            hash(slot.get() as Name),
-        )
+fn a_large_eviction_is_as_many_small_ones() {
+    // ARC handles its victims in batches: the borders must not show.
+    let slots = 300;
+    let keys = numbered(slots);
+    let key_of = |slot: Slot| (&keys[slot.index()].0, keys[slot.index()].1);
+    let evicted = |sizes: &[usize]| {
+        let mut arc = Arc::new(u32::from(slots));
+        let mut victims = Vec::new();
+        // Three rounds: later ones find ghosts of earlier ones, and the target moves.
+        for _ in 0..3 {
+            for slot in (0..u32::from(slots)).map(Slot::new) {
+                arc.on_store_miss(key_of(slot).0.as_bytes(), key_of(slot).1);
+                arc.insert(slot, key_of(slot).0, key_of(slot).1);
+                arc.mark_evictable(slot);
+                if slot.index().is_multiple_of(3) {
+                    arc.on_request_access(slot, Access::Reused);
+                }
+            }
+            for &size in sizes {
+                arc.evict(size, &key_of, &mut victims);
+            }
+            assert_eq!(arc.evictable(), 0);
+        }
+        (victims, arc.dump())
     };
+    assert_eq!(evicted(&[300]), evicted(&[1; 300]));
+    assert_eq!(evicted(&[300]), evicted(&[63, 64, 65, 108]));
+}
+
+#[test]
+fn arc_learns_from_what_it_should_have_kept() {
+    let keys = numbered(2);
+    let key_of = |slot: Slot| (&keys[slot.index()].0, keys[slot.index()].1);
     let (once, again) = (Slot::new(0), Slot::new(1));
     let mut arc = Arc::new(2);
     for slot in [once, again] {
-        arc.insert(slot, &key(slot).0, key(slot).1);
+        arc.insert(slot, key_of(slot).0, key_of(slot).1);
         arc.mark_evictable(slot);
     }
     arc.on_request_access(again, Access::Reused);
     let mut victims = Vec::new();
-    arc.evict(2, &key, &mut victims);
-    assert_eq!(
-        victims,
-        [once, again],
-        "with a target of 0, what was used once goes first"
-    );
+    arc.evict(2, &key_of, &mut victims);
+    assert_eq!(victims, [once, again], "what was used once goes first");
 
     arc.on_store_miss(&bytes(0), hash(0));
     arc.on_store_miss(&bytes(0), hash(0));
-    assert_eq!(arc.dump().target, Some(2.0), "never more than the pool");
+    assert_eq!(arc.dump().target, Some(2.0), "at most the pool's slots");
     arc.on_store_miss(&bytes(1), hash(1));
     assert_eq!(arc.dump().target, Some(1.0));
-    arc.insert(once, &key(once).0, key(once).1);
+    arc.insert(once, key_of(once).0, key_of(once).1);
     assert_eq!(arc.dump().ghosts, [("b1", vec![]), ("b2", vec![bytes(1)])]);
     arc.clear();
     assert_eq!(arc.dump().target, Some(0.0));

@@ -7,6 +7,7 @@
 
 mod convert;
 mod errors;
+mod keylist;
 mod manager;
 mod worker;
 
@@ -18,6 +19,8 @@ use pyo3::types::PyDict;
 mod _core {
     use super::*;
 
+    #[pymodule_export]
+    use super::keylist::KeyList;
     #[pymodule_export]
     use super::manager::{Manager, Request};
     #[pymodule_export]

@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{Keys, keys_to_list, slots_to_bytes};
 use crate::errors::{About, manager_error, raise};
+use crate::keylist::KeyList;
 
 /// One request's accesses and pins; owned by the caller.
 #[pyclass(frozen, module = "kvoffload_rs._core")]
@@ -56,7 +57,7 @@ impl Manager {
 }
 
 /// (keys to store, their slots, evicted keys)
-type Stored<'py> = (Bound<'py, PyList>, Bound<'py, PyBytes>, Bound<'py, PyList>);
+type Stored<'py> = (Bound<'py, PyList>, Bound<'py, PyBytes>, KeyList);
 
 #[pymethods]
 impl Manager {
@@ -164,7 +165,8 @@ impl Manager {
             let objects = keys.objects();
             let to_store = PyList::new(py, prepared.to_store.iter().map(|&at| &objects[at]))?;
             let slots = slots_to_bytes(py, &prepared.slots)?;
-            Ok((to_store, slots, keys_to_list(py, &prepared.evicted)?))
+            let evicted = KeyList::new(std::mem::take(&mut prepared.evicted));
+            Ok((to_store, slots, evicted))
         });
         *self.prepared.lock() = prepared;
         stored.transpose()

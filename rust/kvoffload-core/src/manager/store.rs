@@ -208,7 +208,7 @@ impl Inner {
         let (keys, tags) = (&self.keys, &self.tags);
         self.policy.evict(
             n,
-            &|slot| (keys[slot.index()].clone(), tags[slot.index()]),
+            &|slot| (&keys[slot.index()], tags[slot.index()]),
             &mut victims,
         );
         debug_assert_eq!(

@@ -2,7 +2,7 @@
 
 use super::ghost::{B1, B2, Ghosts};
 use super::timeline::Timeline;
-use super::{Access, Policy, PolicyDump};
+use super::{Access, KeyOf, Policy, PolicyDump};
 use crate::key::{Key, KeyHash};
 use crate::keylist::BATCH;
 use crate::pool::Slot;
@@ -110,7 +110,7 @@ impl Policy for Arc {
         self.t1.evictable() + self.t2.evictable()
     }
 
-    fn evict(&mut self, n: usize, keys: &dyn Fn(Slot) -> (Key, KeyHash), victims: &mut Vec<Slot>) {
+    fn evict(&mut self, n: usize, keys: &KeyOf<'_>, victims: &mut Vec<Slot>) {
         debug_assert!(
             n <= self.evictable(),
             "{n} victims asked of {}",

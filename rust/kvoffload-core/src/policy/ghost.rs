@@ -1,6 +1,9 @@
 //! What ARC remembers of evicted keys, and what it learns when one of them is wanted again.
 
-use crate::key::{Key, KeyHash};
+use std::hint::black_box;
+
+use super::KeyOf;
+use crate::key::KeyHash;
 use crate::keylist::{BATCH, KeyLists};
 use crate::pool::Slot;
 
@@ -13,8 +16,6 @@ pub(super) const B2: usize = 1;
 pub(super) struct Ghosts {
     lists: KeyLists,
     target: f64,
-    /// What is being remembered, so that look-ups can be started together.
-    batch: Vec<(Key, KeyHash)>,
     num_slots: u32,
 }
 
@@ -24,7 +25,6 @@ impl Ghosts {
         Self {
             lists: KeyLists::new(2, num_slots),
             target: 0.0,
-            batch: Vec::with_capacity(BATCH),
             num_slots,
         }
     }
@@ -52,23 +52,20 @@ impl Ghosts {
 
     /// Remembers the keys of up to [`BATCH`] evicted slots, first evicted first; a full list forgets its
     /// oldest. Bit i of `from_t2` says that the i-th goes to `b2`, otherwise it goes to `b1`.
-    pub(super) fn remember(
-        &mut self,
-        evicted: &[Slot],
-        from_t2: u64,
-        keys: &dyn Fn(Slot) -> (Key, KeyHash),
-    ) {
-        debug_assert!(evicted.len() <= BATCH && self.batch.is_empty());
+    pub(super) fn remember(&mut self, evicted: &[Slot], from_t2: u64, keys: &KeyOf<'_>) {
+        debug_assert!(evicted.len() <= BATCH);
         let to_b2 = from_t2.count_ones() as usize;
         self.lists.make_room(B1, evicted.len() - to_b2);
         self.lists.make_room(B2, to_b2);
+        // All reads that wait for memory are started before the first one is needed.
         for &slot in evicted {
             let (key, hash) = keys(slot);
             self.lists.warm(hash);
-            self.batch.push((key, hash));
+            black_box(key.as_bytes().len());
         }
-        for (i, (key, hash)) in self.batch.drain(..).enumerate() {
+        for (i, &slot) in evicted.iter().enumerate() {
             let list = if from_t2 >> i & 1 == 0 { B1 } else { B2 };
+            let (key, hash) = keys(slot);
             self.lists.push(list, key, hash);
         }
     }
@@ -95,6 +92,6 @@ impl Ghosts {
 
     /// Bytes allocated.
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.lists.metadata_bytes() + self.batch.capacity() * size_of::<(Key, KeyHash)>()
+        self.lists.metadata_bytes()
     }
 }

@@ -1,7 +1,7 @@
 //! Least recently used first.
 
 use super::timeline::Timeline;
-use super::{Access, Policy, PolicyDump};
+use super::{Access, KeyOf, Policy, PolicyDump};
 use crate::key::{Key, KeyHash};
 use crate::pool::Slot;
 
@@ -58,7 +58,7 @@ impl Policy for Lru {
         self.order.evictable()
     }
 
-    fn evict(&mut self, n: usize, _keys: &dyn Fn(Slot) -> (Key, KeyHash), victims: &mut Vec<Slot>) {
+    fn evict(&mut self, n: usize, _keys: &KeyOf<'_>, victims: &mut Vec<Slot>) {
         debug_assert!(
             n <= self.evictable(),
             "{n} victims asked of {}",

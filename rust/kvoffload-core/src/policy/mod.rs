@@ -30,6 +30,9 @@ pub enum Access {
     Observed,
 }
 
+/// Answers the key, and its hash, of the chunk in a slot.
+pub type KeyOf<'k> = dyn Fn(Slot) -> (&'k Key, KeyHash) + 'k;
+
 /// Eviction order over the slots of one pool.
 ///
 /// Everything is allocated by the constructor. No call allocates, except for keys longer than
@@ -57,9 +60,9 @@ pub trait Policy: Send {
     fn evictable(&self) -> usize;
     /// Removes `n` victims, first to go first, appends them to `victims`.
     ///
-    /// `keys` holds the key and the hash of every slot's chunk. The caller has made sure that
+    /// `keys` answers the key and the hash of a slot's chunk. The caller has made sure that
     /// `n <= self.evictable()`, so this cannot fail half-way.
-    fn evict(&mut self, n: usize, keys: &dyn Fn(Slot) -> (Key, KeyHash), victims: &mut Vec<Slot>);
+    fn evict(&mut self, n: usize, keys: &KeyOf<'_>, victims: &mut Vec<Slot>);
     /// Forgets everything, ghosts and learnt targets included.
     fn clear(&mut self);
     /// Bytes allocated for the policy's own bookkeeping.

@@ -21,7 +21,8 @@
 //!
 //! # The summary is a hint
 //! Bit w of the summary says that word w may have free bits. A search that follows the summary and
-//! comes back short looks at every word, so a summary that lags behind costs time, never a slot.
+//! comes back short looks at every word, so a summary that lags behind costs time, never a slot. Hence
+//! it is read `Relaxed`. Only [`Bitmap::lower`] and [`Bitmap::raise`] must agree.
 
 use super::Slot;
 use crate::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -113,27 +114,21 @@ impl Bitmap {
     /// are still to be taken.
     fn take_by_summary(&self, mut left: u32, each: &mut impl FnMut(Slot)) -> u32 {
         let start = self.hint.load(Ordering::Relaxed);
-        let (first, offset) = (start / WORD_BITS, start % WORD_BITS);
-        let high = u64::MAX << offset;
-        let groups = self.summary.len();
-        // The first group of words is visited twice: from the hint up now, below the hint at the end.
-        for step in 0..=groups {
-            let group = (first + step) % groups;
-            let mut named = self.summary[group].load(Ordering::Acquire);
-            if step == 0 {
-                named &= high;
-            } else if step == groups {
-                named &= !high;
-            }
-            while named != 0 {
+        let (first, high) = (start / WORD_BITS, u64::MAX << (start % WORD_BITS));
+        let mut enough = |group: usize, mask: u64| {
+            let mut named = self.summary[group].load(Ordering::Relaxed) & mask;
+            while named != 0 && left > 0 {
                 let word = group * WORD_BITS + named.trailing_zeros() as usize;
                 left = self.take_from(word, left, each);
-                if left == 0 {
-                    return 0;
-                }
                 named &= named - 1;
             }
-        }
+            left == 0
+        };
+        // The first group of words is visited twice: from the hint up now, below the hint at the end.
+        let _ = enough(first, high)
+            || (first + 1..self.summary.len()).any(|group| enough(group, u64::MAX))
+            || (0..first).any(|group| enough(group, u64::MAX))
+            || enough(first, !high);
         left
     }
 
@@ -193,11 +188,11 @@ impl Bitmap {
     fn lower(&self, word: usize) {
         let bit = 1 << (word % WORD_BITS);
         let summary = &self.summary[word / WORD_BITS];
-        if summary.load(Ordering::Acquire) & bit == 0 {
+        if summary.load(Ordering::Relaxed) & bit == 0 {
             return;
         }
         summary.fetch_and(!bit, Ordering::AcqRel);
-        if self.words[word].load(Ordering::Acquire) != 0 {
+        if self.words[word].load(Ordering::Relaxed) != 0 {
             self.raise(word);
         }
     }

@@ -141,7 +141,7 @@ fn loom_release_races_alloc() {
 /// Two threads take and give back around a word that keeps running empty.
 #[test]
 fn loom_take_and_give() {
-    explore("take and give", Some(3), || {
+    explore("take and give", Some(4), || {
         let host = Arc::new(Host::new(3));
         let other = host.clone();
         let thread = thread::spawn(move || {
@@ -179,7 +179,7 @@ fn loom_take_and_give_one() {
 /// not have raised the summary yet when the other one's slot is already counted.
 #[test]
 fn loom_two_give_one_takes() {
-    explore("two give, one takes", Some(2), || {
+    explore("two give, one takes", Some(4), || {
         let host = Arc::new(Host::new(2));
         let mut slots = host.take(2, 1).unwrap();
         let last = vec![slots.remove(1)];
@@ -204,7 +204,7 @@ fn loom_two_give_one_takes() {
 /// the first and finds it gone must, from then on, see the second.
 #[test]
 fn loom_two_take_one_gives() {
-    explore("two take, one gives", Some(2), || {
+    explore("two take, one gives", Some(3), || {
         let host = Arc::new(Host::new(3));
         let mut slots = host.take(2, 1).unwrap();
         slots.truncate(1);

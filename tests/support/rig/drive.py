@@ -1,0 +1,46 @@
+"""Runs scenarios in this process and prints one line ``RESULT {...}``.
+
+Started as ``python -m support.rig.drive`` with one vLLM release first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def main() -> None:
+    """Parse the command line, run, report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenarios", nargs="*")
+    parser.add_argument("--blocks-per-chunk", type=int, default=1)
+    parser.add_argument("--spec-name", default="KvOffloadSpec")
+    parser.add_argument("--spec-module", default="kvoffload_rs.vllm")
+    arguments = parser.parse_args()
+
+    from support.rig import versions  # first: it makes old releases importable
+    from support.rig.scenarios import SCENARIOS, Settings, Skipped
+
+    settings = Settings(arguments.blocks_per_chunk, arguments.spec_name, arguments.spec_module)
+    results: dict[str, object] = {}
+    for name in arguments.scenarios or SCENARIOS:
+        start = time.monotonic()
+        try:
+            results[name] = {"figures": SCENARIOS[name](settings)}
+        except Skipped as reason:
+            results[name] = {"skipped": str(reason)}
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+        results[name]["seconds"] = round(time.monotonic() - start, 2)
+    print("RESULT " + json.dumps({"version": versions.vllm.__version__, "scenarios": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A stand-in for the forward pass that notices every wrong byte.
+
+The "KV" of a token is a pattern made from all tokens up to it, the layer, the rank and the weights'
+version. A step writes the pattern of the tokens it computes and first checks the pattern of every
+token that attention would read, so a block that was lost, mixed up, loaded too late or stored from
+reused memory fails the very step that would have used it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+FIRST_TOKEN, LAST_TOKEN = 3, 900
+
+
+class WrongBytes(AssertionError):
+    """Attention would have read something else than what was computed."""
+
+
+@dataclass
+class Group:
+    """One KV cache group: its layer names and, for a sliding one, its window in tokens."""
+
+    layers: list[str]
+    window: int | None = None
+
+
+@dataclass
+class Tokens:
+    """The tokens of one request as the workers know them, and the hash of each prefix."""
+
+    values: list[int]
+    chain: list[int] = field(default_factory=list)
+
+
+class FakeModel:
+    """Computes, checks and samples for all requests. Token positions and block numbers are vLLM's.
+
+    ``pages[rank][i]`` is the int8 array ``(num_blocks, page_bytes)`` that layer i of every group
+    shares, as vLLM overlays groups.
+    """
+
+    def __init__(self, groups: list[Group], block_size: int, pages: list[list[np.ndarray]]) -> None:
+        self.groups = groups
+        self.block_size = block_size
+        self.pages = pages
+        self.weights = 0
+        self.requests: dict[str, Tokens] = {}
+        self.rows_checked = 0
+
+    def add(self, request_id: str, prompt: list[int]) -> None:
+        """Take note of a new request's prompt."""
+        self.requests[request_id] = Tokens(list(prompt))
+
+    def change_weights(self) -> None:
+        """Every KV computed so far is stale from now on."""
+        self.weights += 1
+        for tokens in self.requests.values():
+            tokens.chain.clear()
+
+    def forget_kv(self) -> None:
+        """Lose everything that is in the device's blocks."""
+        for rank in self.pages:
+            for page in rank:
+                page[:] = 0
+
+    def truncate(self, request_id: str, length: int) -> None:
+        """The engine dropped sampled tokens past ``length`` (a preempted request)."""
+        tokens = self.requests[request_id]
+        del tokens.values[length:]
+        del tokens.chain[length:]
+
+    def compute(
+        self, rank: int, request_id: str, blocks: tuple[list[int], ...], computed: int, new: int
+    ) -> None:
+        """One rank's forward pass over one request: ``new`` tokens from ``computed`` on.
+
+        ``blocks`` are the request's block numbers per group. Raises ``WrongBytes``.
+        """
+        tokens = self.requests[request_id]
+        end = computed + new
+        if end > len(tokens.values):
+            raise AssertionError(f"{request_id}: token {end} computed before it was sampled")
+        self._extend(tokens, end)
+        for group, group_blocks in zip(self.groups, blocks, strict=True):
+            first = 0 if group.window is None else max(0, computed + 1 - group.window)
+            self._check(rank, request_id, group, group_blocks, first, computed)
+            self._write(rank, request_id, group, group_blocks, computed, end)
+
+    def sample(self, request_id: str, end: int) -> list[int]:
+        """The token after the first ``end``, or nothing if that one is known already."""
+        tokens = self.requests[request_id]
+        if end < len(tokens.values):
+            return []
+        sampled = FIRST_TOKEN + (tokens.chain[end - 1] >> 7) % (LAST_TOKEN - FIRST_TOKEN)
+        tokens.values.append(sampled)
+        return [sampled]
+
+    def _extend(self, tokens: Tokens, end: int) -> None:
+        state = tokens.chain[-1] if tokens.chain else 0x1234567 + self.weights
+        for value in tokens.values[len(tokens.chain) : end]:
+            state = (state ^ (value + 1)) * 0xD6E8FEB86659FD93 & _MASK
+            state ^= state >> 29
+            tokens.chain.append(state)
+
+    def _pattern(
+        self, tokens: Tokens, first: int, end: int, rank: int, layer: str, row_bytes: int
+    ) -> np.ndarray:
+        seed = np.uint64(hash_of(f"{layer}/{rank}"))
+        chain = np.array(tokens.chain[first:end], dtype=np.uint64) ^ seed
+        words = np.arange(1, row_bytes // 8 + 1, dtype=np.uint64)
+        mixed = (chain[:, None] + words[None, :]) * _SPREAD
+        mixed ^= mixed >> np.uint64(31)
+        return mixed.view(np.int8).reshape(end - first, row_bytes)
+
+    def _rows(self, blocks: list[int], first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Index of tokens ``first..end`` in a page array seen as (block, token, bytes)."""
+        positions = np.arange(first, end)
+        return np.asarray(blocks)[positions // self.block_size], positions % self.block_size
+
+    def _by_token(self, page: np.ndarray) -> np.ndarray:
+        return page.reshape(page.shape[0], self.block_size, -1)
+
+    def _check(
+        self, rank: int, request_id: str, group: Group, blocks: list[int], first: int, end: int
+    ) -> None:
+        if first >= end:
+            return
+        tokens, rows = self.requests[request_id], self._rows(blocks, first, end)
+        for layer, page in zip(group.layers, self.pages[rank], strict=True):
+            view = self._by_token(page)
+            expected = self._pattern(tokens, first, end, rank, layer, view.shape[2])
+            wrong = np.flatnonzero((view[rows] != expected).any(axis=1))
+            self.rows_checked += end - first
+            if wrong.size:
+                at = first + int(wrong[0])
+                raise WrongBytes(
+                    f"{request_id}: {wrong.size} of {end - first} tokens read wrong bytes, the "
+                    f"first at token {at} (layer {layer}, rank {rank}, block "
+                    f"{blocks[at // self.block_size]}, weights {self.weights})"
+                )
+
+    def _write(
+        self, rank: int, request_id: str, group: Group, blocks: list[int], first: int, end: int
+    ) -> None:
+        tokens, rows = self.requests[request_id], self._rows(blocks, first, end)
+        for layer, page in zip(group.layers, self.pages[rank], strict=True):
+            view = self._by_token(page)
+            view[rows] = self._pattern(tokens, first, end, rank, layer, view.shape[2])
+
+
+def hash_of(text: str) -> int:
+    """A fixed 64-bit hash of ``text`` (Python's own differs from run to run)."""
+    state = 0xCBF29CE484222325
+    for byte in text.encode():
+        state = (state ^ byte) * 0x100000001B3 & _MASK
+    return state

@@ -1,0 +1,9 @@
+"""Names only."""
+
+
+class Keys:
+    """Not used."""
+
+
+class VisionProjectorType:
+    """Not used."""

@@ -1,0 +1,5 @@
+"""Names only."""
+
+
+class GGMLQuantizationType:
+    """Not used."""
