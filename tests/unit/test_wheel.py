@@ -54,8 +54,9 @@ def test_tag(wheel: Path) -> None:
 
 def test_auditwheel_agrees(wheel: Path) -> None:
     """No symbol is newer than manylinux_2_28 allows."""
-    report = run(sys.executable, "-m", "auditwheel", "show", wheel)
-    found = re.search(r'consistent with the\s+following platform tag:\s+"(manylinux_\w+)"', report)
+    # It wraps its lines where the wheel's name happens to end.
+    report = " ".join(run(sys.executable, "-m", "auditwheel", "show", wheel).split())
+    found = re.search(r'consistent with the following platform tag: "(manylinux_\w+)"', report)
     assert found, report
     glibc = tuple(int(part) for part in found[1].split("_")[1:3])
     assert glibc <= (2, 28), report

@@ -70,7 +70,7 @@ def write_model(directory: Path, seed: int) -> Path:
         values = rng.standard_normal((rows, columns), dtype=np.float32)
         return values * np.float32(gain / columns**0.5)
 
-    ones = np.ones(_HIDDEN, dtype=np.float32)
+    ones: Any = np.ones(_HIDDEN, dtype=np.float32)
     weights = {
         "model.embed_tokens.weight": rng.standard_normal((VOCAB_SIZE, _HIDDEN), dtype=np.float32),
         "model.norm.weight": ones,
