@@ -13,22 +13,22 @@
 //!
 //! Not measured here: several threads at once, and the copies.
 //!
-//! 2026-11-29, 2 cores of an Intel Xeon that other work kept busy throughout (load 4 to 8), so these
-//! are upper bounds; the same row moved by up to 60 % between runs:
+//! One run on 2026-11-29, 2 cores of an Intel Xeon that other work kept busy throughout (load 6), so
+//! these are upper bounds; the same row moves by up to 60 % between runs. Pool: nanoseconds a slot.
 //!
 //! | slots | empty | alternate | full | one |
 //! |---|---|---|---|---|
-//! | 10 000 | 127 ns a slot | 142 | 175 | 137 ns |
-//! | 100 000 | 104 | 96 | 135 | 207 |
-//! | 1 000 000 | 110 | 102 | 149 | 768 |
+//! | 10 000 | 133 | 139 | 146 | 133 |
+//! | 100 000 | 124 | 122 | 169 | 127 |
+//! | 1 000 000 | 109 | 116 | 174 | 576 |
 //!
 //! | plan | build | check |
 //! |---|---|---|
-//! | runs/1 | 87 us, 5.3 ns a page | 2.1 us |
-//! | runs/16 | 85 us | |
-//! | scattered/1 | 121 us, 7.4 ns a page | 5.2 us |
-//! | scattered/16 | 81 us | |
-//! | one_tensor/1 | 2.6 us, 10 ns a page | |
+//! | runs/1 | 105 us, 6.4 ns a page | 1.6 us |
+//! | runs/16 | 73 us, 4.5 ns a page | |
+//! | scattered/1 | 93 us, 5.6 ns a page | 4.4 us |
+//! | scattered/16 | 68 us, 4.2 ns a page | |
+//! | one_tensor/1 | 2.5 us, 9.8 ns a page | |
 
 use std::hint::black_box;
 
