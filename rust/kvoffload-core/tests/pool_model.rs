@@ -355,3 +355,32 @@ fn give_back(pool: &Pool, owner: &[AtomicU32], slot: Slot, thread: u32) {
         Err(SlotError::Stale { .. })
     ));
 }
+
+#[test]
+fn releasing_several_stops_at_the_first_that_is_in_use() {
+    let pool = Pool::new(200);
+    let mut slots = Vec::new();
+    assert!(pool.alloc(150, &mut slots));
+    let pinned = slots[100];
+    for &slot in &slots {
+        pool.publish(slot, pool.generation(slot)).unwrap();
+    }
+    pool.pin(pinned, pool.generation(pinned)).unwrap();
+    let refused = SlotError::Pinned {
+        slot: pinned,
+        pins: 1,
+    };
+    assert_eq!(pool.release_all(&slots), Err(refused));
+    assert_eq!(pool.free(), 150);
+    assert_eq!(pool.counts().pinned, 1);
+    pool.release_all(&slots[101..]).unwrap();
+    pool.unpin(pinned, pool.generation(pinned)).unwrap();
+    pool.release_all(&[pinned]).unwrap();
+    assert_eq!(pool.free(), 200);
+    assert!(pool.release_all(&[pinned]).is_err(), "it is free already");
+    let mut again = Vec::new();
+    assert!(pool.alloc(200, &mut again), "every slot can be had again");
+    again.sort_unstable();
+    again.dedup();
+    assert_eq!(again.len(), 200);
+}

@@ -220,11 +220,9 @@ impl Inner {
         for slot in &victims {
             self.index.warm(self.tags[slot.index()]);
         }
-        for &slot in &victims {
-            evicted.push(self.unlink(slot));
-            pool.release(slot, pool.generation(slot))
-                .expect("a victim is ready and unpinned");
-        }
+        evicted.extend(victims.iter().map(|&slot| self.unlink(slot)));
+        pool.release_all(&victims)
+            .expect("victims are ready and unpinned");
         self.stats.evicted += n as u64;
         if self.events.on() {
             self.events.push(evicted.clone(), true);

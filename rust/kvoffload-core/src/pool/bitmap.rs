@@ -97,17 +97,23 @@ impl Bitmap {
         true
     }
 
-    /// Gives a slot back. The caller owns it and has already made its word `Free`.
-    pub(super) fn put(&self, slot: Slot) {
-        let word = slot.index() / WORD_BITS;
-        let bit = 1 << (slot.index() % WORD_BITS);
-        let before = self.words[word].fetch_or(bit, Ordering::AcqRel);
-        debug_assert_eq!(before & bit, 0, "slot {slot} was free already");
-        if before == 0 {
-            // Not if it was set before: whoever set that bit has raised the word or is about to.
-            self.raise(word);
+    /// Gives slots back. The caller owns them and has already made their words `Free`. Neighbours in
+    /// the order given share one write if they share a word.
+    pub(super) fn put(&self, slots: &[Slot]) {
+        let word_of = |slot: &Slot| slot.index() / WORD_BITS;
+        for run in slots.chunk_by(|a, b| word_of(a) == word_of(b)) {
+            let word = word_of(&run[0]);
+            let bits = run
+                .iter()
+                .fold(0, |bits, slot| bits | 1 << (slot.index() % WORD_BITS));
+            let before = self.words[word].fetch_or(bits, Ordering::AcqRel);
+            debug_assert_eq!(before & bits, 0, "a slot of {run:?} was free already");
+            if before == 0 {
+                // Not if a bit was set before: whoever set it has raised the word or is about to.
+                self.raise(word);
+            }
         }
-        self.free.fetch_add(1, Ordering::Release);
+        self.free.fetch_add(slots.len() as u32, Ordering::Release);
     }
 
     /// Goes once round the words that the summary names, from the hint on. Returns how many slots
@@ -318,7 +324,7 @@ mod tests {
     fn the_search_goes_on_from_the_hint_and_comes_round() {
         let bitmap = Bitmap::new(200);
         assert_eq!(take(&bitmap, 130), Some((0..130).collect()));
-        bitmap.put(Slot(3));
+        bitmap.put(&[Slot(3)]);
         assert_eq!(take(&bitmap, 71), Some((130..200).chain([3]).collect()));
     }
 
@@ -327,7 +333,7 @@ mod tests {
         let bitmap = Bitmap::new(1 << 20);
         take(&bitmap, 1 << 20);
         for slot in [0, 1, (1 << 20) - 1, 64 * 64, 64 * 64 - 1, 777_777] {
-            bitmap.put(Slot(slot));
+            bitmap.put(&[Slot(slot)]);
             assert_eq!(take(&bitmap, 1), Some(vec![slot]));
             assert_eq!(bitmap.unnamed_words(), []);
         }
@@ -343,7 +349,7 @@ mod tests {
         for word in &bitmap.summary {
             word.store(u64::MAX >> 48, Ordering::Relaxed);
         }
-        bitmap.put(Slot(500));
+        bitmap.put(&[Slot(500)]);
         assert_eq!(take(&bitmap, 1), Some(vec![500]));
     }
 
@@ -370,7 +376,7 @@ mod tests {
                             table[slot as usize] = false;
                         }
                         drop(table);
-                        slots.iter().for_each(|&slot| bitmap.put(Slot(slot)));
+                        slots.iter().for_each(|&slot| bitmap.put(&[Slot(slot)]));
                     }
                 });
             }
