@@ -36,6 +36,7 @@ SCENARIOS = (
     "churn_hybrid",
     "control_nothing",
     "control_neighbour",
+    "control_no_reset",
 )
 # Packages that a release imports and a current environment lacks.
 STUBBED = {"0.21.0": [TESTS / "support" / "stubs"]}

@@ -438,6 +438,13 @@ fn bad_settings_are_named() {
     let many = Config::MAX_SLOTS + 1;
     let error = Manager::new(Config::new(many)).unwrap_err();
     assert_eq!(error, ManagerError::TooManySlots { num_slots: many });
+    let tracked = Config {
+        store_threshold: 2,
+        max_tracker_size: u32::MAX,
+        ..Config::new(1)
+    };
+    let error = Manager::new(tracked).unwrap_err();
+    assert!(error.to_string().contains("max_tracker_size"));
     assert!(
         PolicyKind::from_name("lfu")
             .unwrap_err()

@@ -53,6 +53,10 @@ pub(crate) fn manager_error(py: Python<'_>, error: &ManagerError) -> PyErr {
             field("num_slots", Some(u64::from(*num_slots))),
         ),
         ManagerError::NoTracker { .. } => ("ConfigError", field("max_tracker_size", Some(0))),
+        ManagerError::TooManyTracked { max_tracker_size } => (
+            "ConfigError",
+            field("max_tracker_size", Some(u64::from(*max_tracker_size))),
+        ),
         ManagerError::UnknownPolicy { .. } => ("ConfigError", field("policy", None)),
         ManagerError::KeyNotReady { position, .. } => {
             ("KeyNotReadyError", field("keys", Some(*position as u64)))

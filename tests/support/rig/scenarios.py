@@ -69,6 +69,7 @@ def make_rig(
     }
     if settings.spec_name == "KvOffloadSpec":
         extra["verify"] = more.pop("verify", "all")
+        extra["eviction_policy"] = more.pop("policy", "lru")
         faults = (SLOW_COPIES if slow else {}) | more.pop("faults", {})
         if faults:
             extra["fault_injection"] = faults
@@ -319,8 +320,8 @@ def churn(settings: Settings, seed: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def churn_async(settings: Settings) -> dict[str, Any]:
-    """The same with the scheduler that runs one step ahead."""
-    return churn(settings, seed=1, async_scheduling=True)
+    """The same with the scheduler that runs one step ahead, and the other policy."""
+    return churn(settings, seed=1, async_scheduling=True, policy="arc")
 
 
 def churn_hybrid(settings: Settings) -> dict[str, Any]:
@@ -355,6 +356,22 @@ def control_neighbour(settings: Settings) -> dict[str, Any]:
     return control(settings, "neighbour")
 
 
+def control_no_reset(settings: Settings) -> dict[str, Any]:
+    """A manager that keeps its chunks through a reset serves KV of the old weights."""
+    if not CAN_RESET_CONNECTOR:
+        raise Skipped("this release's connector cannot be reset")
+    rig = make_rig(settings, 64)
+    rig.manager.reset_cache = lambda: None
+    rig.run("a", prompt("a", 9))
+    rig.reset_everything()
+    try:
+        rig.run("b", prompt("a", 9))
+    except WrongBytes:
+        rig.shutdown()
+        return {"noticed": True}
+    raise AssertionError("old KV went unnoticed")
+
+
 SCENARIOS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -377,5 +394,6 @@ SCENARIOS: dict[str, Callable[[Settings], dict[str, Any]]] = {
         churn_hybrid,
         control_nothing,
         control_neighbour,
+        control_no_reset,
     )
 }

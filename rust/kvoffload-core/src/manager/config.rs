@@ -109,6 +109,9 @@ impl Config {
     /// The most slots a pool can have.
     pub const MAX_SLOTS: u32 = 1 << 30;
 
+    /// The most keys whose offers can be counted; they take 72 bytes each, at once.
+    pub const MAX_TRACKED: u32 = 1 << 24;
+
     /// LRU without events or limits on admission.
     pub fn new(num_slots: u32) -> Self {
         Self {
@@ -130,6 +133,11 @@ impl Config {
             _ if self.store_threshold >= 2 && self.max_tracker_size == 0 => {
                 Err(ManagerError::NoTracker {
                     store_threshold: self.store_threshold,
+                })
+            }
+            _ if self.store_threshold >= 2 && self.max_tracker_size > Self::MAX_TRACKED => {
+                Err(ManagerError::TooManyTracked {
+                    max_tracker_size: self.max_tracker_size,
                 })
             }
             _ => Ok(()),

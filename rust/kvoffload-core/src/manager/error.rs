@@ -26,6 +26,15 @@ pub enum ManagerError {
         /// The threshold asked for.
         store_threshold: u32,
     },
+    /// More counted offers than memory is set aside for.
+    #[error(
+        "max_tracker_size is {max_tracker_size}, the most is {}",
+        Config::MAX_TRACKED
+    )]
+    TooManyTracked {
+        /// What was asked for.
+        max_tracker_size: u32,
+    },
     /// No policy has this name.
     #[error("no eviction policy is called {name:?}: use \"lru\" or \"arc\"")]
     UnknownPolicy {
