@@ -12,7 +12,14 @@ from typing import Any
 
 from kvoffload_rs.errors import CapacityError, ConfigError
 from kvoffload_rs.memory import MemoryLimit
-from kvoffload_rs.values import parse_bool, parse_bytes, parse_choice, parse_int, parse_seconds
+from kvoffload_rs.values import (
+    MOST,
+    parse_bool,
+    parse_bytes,
+    parse_choice,
+    parse_int,
+    parse_seconds,
+)
 
 POLICIES = ("lru", "arc")
 VERIFY_MODES = ("off", "sample", "all")
@@ -51,8 +58,11 @@ OUR_KEYS = frozenset(
     }
 )
 
-#: Slots are numbered with 32-bit signed integers in vLLM's messages.
-_MAX_SLOTS = 2**31 - 1
+#: The most slots that the core manages.
+_MAX_SLOTS = 2**30
+
+#: The most keys whose offers the core counts; they take 72 bytes each.
+_MAX_TRACKED = 2**24
 _SLOT_ALIGNMENT = 64
 
 
@@ -113,15 +123,15 @@ class Settings:
         for key, choices in (("eviction_policy", POLICIES), ("verify", VERIFY_MODES)):
             if key in given:
                 settings[key] = parse_choice(key, given[key], choices)
-        for key, least in (
-            ("block_size", 1),
-            ("blocks_per_chunk", 1),
-            ("store_threshold", 0),
-            ("max_tracker_size", 1),
-            ("verify_sample", 1),
+        for key, least, most in (
+            ("block_size", 1, MOST),
+            ("blocks_per_chunk", 1, MOST),
+            ("store_threshold", 0, MOST),
+            ("max_tracker_size", 1, _MAX_TRACKED),
+            ("verify_sample", 1, MOST),
         ):
             if key in given:
-                settings[key] = parse_int(key, given[key], least)
+                settings[key] = parse_int(key, given[key], least, most)
         for key in ("offload_prompt_only", "self_describing_kv_events", "partial_admission"):
             if key in given:
                 settings[key] = parse_bool(key, given[key])

@@ -28,11 +28,11 @@ def parse_bytes(field: str, value: object, memory: MemoryLimit | None = None) ->
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         # vLLM's own --kv-offloading-size arrives as a float.
         return int(value)
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    match = _SIZE.fullmatch(value) if isinstance(value, str) and len(value) <= 64 else None
     unit = match.group(2).lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
         raise ConfigError(
-            f"{field} is {value!r}, which is no number of bytes",
+            f"{field} is {_short(value)}, which is no number of bytes",
             field=field,
             value=value,
             hint='Write bytes as a number, or "8GiB", "512MiB", "8 GB", or "50%" of the memory.',
@@ -85,11 +85,18 @@ def parse_bool(field: str, value: object) -> bool:
     )
 
 
-def parse_int(field: str, value: object, least: int) -> int:
-    """Reads a whole number of at least `least`, also from a string.
+#: The core counts in 32 bits.
+MOST = 2**32 - 1
+
+#: A hundred years: more than any wait, and less than any clock's range.
+_MOST_SECONDS = 100 * 365 * 86400.0
+
+
+def parse_int(field: str, value: object, least: int, most: int = MOST) -> int:
+    """Reads a whole number from `least` to `most`, also from a string.
 
     Raises:
-        ConfigError: it is none, or less.
+        ConfigError: it is none, less or more.
     """
     number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -101,12 +108,12 @@ def parse_int(field: str, value: object, least: int) -> int:
             number = int(value)
         except ValueError:
             number = None
-    if number is None or number < least:
+    if number is None or not least <= number <= most:
         raise ConfigError(
-            f"{field} is {value!r}",
+            f"{field} is {_short(value)}",
             field=field,
             value=value,
-            hint=f"It must be a whole number of at least {least}.",
+            hint=f"It must be a whole number from {least} to {most}.",
         )
     return number
 
@@ -139,13 +146,19 @@ def parse_seconds(field: str, value: object) -> float:
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             seconds = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not 0 < seconds <= _MOST_SECONDS:
         raise ConfigError(
-            f"{field} is {value!r}",
+            f"{field} is {_short(value)}",
             field=field,
             value=value,
-            hint="It must be a number of seconds above 0.",
+            hint="It must be a number of seconds above 0, and less than a century.",
         )
     return seconds
+
+
+def _short(value: object) -> str:
+    """A value as an error message shows it: whoever wrote a novel there knows how it goes on."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -284,13 +284,33 @@ def test_more_memory_than_the_machine_has() -> None:
     assert MEMORY.source in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store_threshold", 2**40),
+        ("max_tracker_size", 4_000_000_000),
+        ("verify_sample", "9" * 30),
+        ("wait_timeout_s", 10**400),
+        ("wait_timeout_s", 1e30),
+        ("write_deadline_s", "1e30"),
+        ("cpu_bytes_to_use", "9" * 5000),
+        ("cpu_bytes_to_use", "9" * 400 + ".5"),
+    ],
+)
+def test_numbers_beyond_all_bounds(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        Settings.parse({field: value})
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
+
+
 def test_no_kv_cache() -> None:
     with pytest.raises(CapacityError, match="no KV cache"):
         plan_capacity(1 << 30, bytes_per_block=0, blocks_per_chunk=1, world_size=1)
 
 
 def test_more_slots_than_can_be_numbered() -> None:
-    with pytest.raises(CapacityError, match="at most 2147483647"):
+    with pytest.raises(CapacityError, match="at most 1073741824"):
         plan_capacity(2**38, bytes_per_block=64, blocks_per_chunk=1, world_size=1)
 
 

@@ -3,6 +3,8 @@
 //! A job carries its slots and their generations, so its completion never has to look anything up.
 //! It is over when every rank has reported exactly once, in whatever order, and it has failed if one
 //! rank failed. A reset voids the jobs begun before it: their reports are expected, and ignored.
+//!
+//! This is for a connector of our own. With `KvOffloadSpec`, vLLM's connector counts the ranks.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -190,12 +190,24 @@ impl Geometry<'_> {
         }
     }
 
-    /// Each slot and the group that it holds a chunk of, in the order of `slots`.
-    pub fn chunks(&self, layout: &KvLayout) -> impl Iterator<Item = (usize, Slot)> {
-        let groups = self
-            .spans(layout)
-            .flat_map(|span| std::iter::repeat_n(span.group, span.chunks as usize));
-        groups.zip(self.slots.iter().copied())
+    /// What the job does with each of its chunks, in the order of `slots`.
+    pub fn chunks(&self, layout: &KvLayout) -> impl Iterator<Item = ChunkUse> {
+        let per_chunk = layout.blocks_per_chunk() as usize;
+        let parts = self.spans(layout).flat_map(move |span| {
+            let stop = span.skip + span.blocks.len();
+            (0..span.chunks as usize).map(move |chunk| {
+                let before = chunk * per_chunk;
+                let first = if chunk == 0 { span.skip } else { 0 };
+                (span.group, first, per_chunk.min(stop - before))
+            })
+        });
+        let uses = parts.zip(self.slots.iter().copied());
+        uses.map(|((group, first, end), slot)| ChunkUse {
+            group,
+            slot,
+            first: first as u32,
+            end: end as u32,
+        })
     }
 
     /// The groups' parts of the job. Stops at the end of the shorter list if the lists disagree.
@@ -216,6 +228,19 @@ impl Geometry<'_> {
             span
         })
     }
+}
+
+/// A job's part of one chunk: blocks `first..end` of it, counted from the chunk's start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkUse {
+    /// The chunk's KV group.
+    pub group: usize,
+    /// Where the chunk is.
+    pub slot: Slot,
+    /// First block that the job copies.
+    pub first: u32,
+    /// One past the last.
+    pub end: u32,
 }
 
 /// One group's part of a job.

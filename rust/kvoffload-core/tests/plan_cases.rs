@@ -352,3 +352,24 @@ fn every_fault_of_a_layout_is_named() {
         large("a chunk of groups[0]")
     );
 }
+
+#[test]
+fn chunks_say_which_of_their_blocks_a_job_copies() {
+    let layout = two_groups();
+    let slots = slots(&[4, 1, 3, 0]);
+    let job = Geometry {
+        block_ids: &[0, 1, 2, 3, 4],
+        group_sizes: &[4, 1],
+        block_indices: &[3, 7],
+        slots: &slots,
+    };
+    job.check(&layout).unwrap();
+    let uses: Vec<_> = job
+        .chunks(&layout)
+        .map(|chunk| (chunk.group, chunk.slot.get(), chunk.first, chunk.end))
+        .collect();
+    assert_eq!(
+        uses,
+        [(0, 4, 1, 2), (0, 1, 0, 2), (0, 3, 0, 1), (1, 0, 1, 2)]
+    );
+}

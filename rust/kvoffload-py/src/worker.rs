@@ -239,7 +239,8 @@ impl HostWorker {
 impl Drop for HostWorker {
     /// The engine waits for running copies when it is dropped; other Python threads go on meanwhile.
     fn drop(&mut self) {
-        Python::attach(|py| py.detach(|| self.engine.shutdown(self.shutdown_timeout())));
+        // If the interpreter is ending, the engine's own drop does the same.
+        Python::try_attach(|py| py.detach(|| self.engine.shutdown(self.shutdown_timeout())));
     }
 }
 

@@ -211,6 +211,17 @@ pub enum VerifyReason {
         /// Group the load is for.
         wanted: u32,
     },
+    /// The chunk was stored without some of the blocks: vLLM had dropped them by then.
+    #[error(
+        "holds blocks {}..{} of its chunk, not all of {}..{}: use blocks_per_chunk 1 with this model",
+        .stored.0, .stored.1, .wanted.0, .wanted.1
+    )]
+    OtherBlocks {
+        /// Blocks of the chunk that were stored: the first, and one past the last.
+        stored: (u32, u32),
+        /// Blocks that the load is for.
+        wanted: (u32, u32),
+    },
     /// The bytes have changed since they were stored.
     #[error("has other bytes than were stored (hash {found:#018x}, stored {stored:#018x})")]
     Changed {

@@ -1,11 +1,15 @@
-//! Whether a slot still holds what was stored there: one hash per slot, made after a store and
-//! compared before a load.
+//! Whether a slot holds what a load wants from it.
+//!
+//! What was stored into each slot is noted always: the KV group, and which blocks of the chunk. A load
+//! of anything else is refused, because it would read what a former chunk left behind. vLLM leaves
+//! blocks out of a chunk when they have fallen out of a sliding window. On request one hash per slot
+//! is made after a store and compared before a load, too.
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvoffload_core::layout::KvLayout;
-use kvoffload_core::pool::Slot;
+use kvoffload_core::plan::ChunkUse;
 use parking_lot::Mutex;
 
 use crate::error::{CopyError, VerifyReason};
@@ -14,7 +18,7 @@ use crate::region::Region;
 /// How much is verified.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// Nothing; no memory is spent either.
+    /// No bytes; only whether they were stored.
     #[default]
     Off,
     /// Every n-th use of a slot is hashed, starting at another use for each slot; loads compare
@@ -27,8 +31,10 @@ pub enum Verify {
 /// The hashes of all slots. Its methods are called by the job that the fence lets use the slots.
 #[derive(Debug)]
 pub(crate) struct Verifier {
+    /// Every how many uses of a slot are hashed; 0: none.
     every: u32,
-    /// Empty if nothing is verified.
+    /// Whether loads are looked at.
+    on: bool,
     slots: Mutex<Box<[Record]>>,
     checks: AtomicU64,
     failures: AtomicU64,
@@ -40,6 +46,9 @@ struct Record {
     state: State,
     /// KV group of the chunk.
     group: u32,
+    /// Blocks of the chunk that were stored: from the first, up to the end.
+    first: u32,
+    end: u32,
     /// How many times the slot was stored to.
     uses: u32,
 }
@@ -55,7 +64,7 @@ enum State {
 }
 
 impl Verifier {
-    pub(crate) fn new(verify: Verify, num_slots: u32) -> Self {
+    pub(crate) fn new(verify: Verify, stored_only: bool, num_slots: u32) -> Self {
         let every = match verify {
             Verify::Off => 0,
             Verify::Sample(every) => every.get(),
@@ -64,19 +73,17 @@ impl Verifier {
         let record = Record {
             state: State::NeverStored,
             group: 0,
+            first: 0,
+            end: 0,
             uses: 0,
         };
-        let records = if every == 0 { 0 } else { num_slots as usize };
         Self {
             every,
-            slots: Mutex::new(vec![record; records].into()),
+            on: stored_only || every != 0,
+            slots: Mutex::new(vec![record; num_slots as usize].into()),
             checks: AtomicU64::new(0),
             failures: AtomicU64::new(0),
         }
-    }
-
-    pub(crate) fn is_off(&self) -> bool {
-        self.every == 0
     }
 
     /// Slots compared, and how many of them were not what they should be.
@@ -88,38 +95,37 @@ impl Verifier {
     }
 
     /// A store to these slots begins: until it ends well they hold nothing of use.
-    pub(crate) fn store_begins(&self, chunks: impl Iterator<Item = (usize, Slot)>) {
+    pub(crate) fn store_begins(&self, chunks: impl Iterator<Item = ChunkUse>) {
         let mut slots = self.slots.lock();
-        for (group, slot) in chunks {
-            let record = &mut slots[slot.index()];
-            record.state = State::Unfinished;
-            record.group = group as u32;
-            record.uses = record.uses.wrapping_add(1);
+        for chunk in chunks {
+            let record = &mut slots[chunk.slot.index()];
+            *record = Record {
+                state: State::Unfinished,
+                group: chunk.group as u32,
+                first: chunk.first,
+                end: chunk.end,
+                uses: record.uses.wrapping_add(1),
+            };
         }
     }
 
-    /// A store to this slot has ended well. The whole chunk is hashed, whatever part was written.
+    /// A store to this chunk has ended well. The whole chunk is hashed, whatever part was written.
     ///
     /// # Safety
     /// No other thread writes the slot during the call.
-    pub(crate) unsafe fn stored(
-        &self,
-        layout: &KvLayout,
-        region: &Region,
-        group: usize,
-        slot: Slot,
-    ) {
-        let uses = self.slots.lock()[slot.index()].uses;
-        let state = if uses.wrapping_add(slot.get()).is_multiple_of(self.every) {
+    pub(crate) unsafe fn stored(&self, layout: &KvLayout, region: &Region, chunk: ChunkUse) {
+        let uses = self.slots.lock()[chunk.slot.index()].uses;
+        let turn = uses.wrapping_add(chunk.slot.get());
+        let state = if self.every != 0 && turn.is_multiple_of(self.every) {
             // SAFETY: passed on to the caller.
-            State::Hashed(unsafe { hash(layout, region, group, slot) })
+            State::Hashed(unsafe { hash(layout, region, chunk) })
         } else {
             State::Unhashed
         };
-        self.slots.lock()[slot.index()].state = state;
+        self.slots.lock()[chunk.slot.index()].state = state;
     }
 
-    /// Compares the slot with what was stored, before job `job` loads it.
+    /// Compares the slot with what was stored, before job `job` loads from it.
     ///
     /// # Safety
     /// No other thread writes the slot during the call.
@@ -128,11 +134,14 @@ impl Verifier {
         layout: &KvLayout,
         region: &Region,
         job: u64,
-        group: usize,
-        slot: Slot,
+        chunk: ChunkUse,
     ) -> Result<(), CopyError> {
+        if !self.on {
+            return Ok(());
+        }
+        let slot = chunk.slot;
         let record = self.slots.lock()[slot.index()];
-        let wanted = group as u32;
+        let wanted = chunk.group as u32;
         let wrong = match record.state {
             State::NeverStored => Some(VerifyReason::NeverStored),
             State::Unfinished => Some(VerifyReason::StoreFailed),
@@ -140,11 +149,17 @@ impl Verifier {
                 stored: record.group,
                 wanted,
             }),
+            _ if chunk.first < record.first || chunk.end > record.end => {
+                Some(VerifyReason::OtherBlocks {
+                    stored: (record.first, record.end),
+                    wanted: (chunk.first, chunk.end),
+                })
+            }
             State::Unhashed => None,
             State::Hashed(stored) => {
                 self.checks.fetch_add(1, Ordering::Relaxed);
                 // SAFETY: passed on to the caller.
-                let found = unsafe { hash(layout, region, group, slot) };
+                let found = unsafe { hash(layout, region, chunk) };
                 (found != stored).then_some(VerifyReason::Changed { stored, found })
             }
         };
@@ -154,48 +169,12 @@ impl Verifier {
     }
 }
 
-/// Hash of the bytes that a chunk of the group has in the slot.
+/// Hash of the bytes that the chunk has in its slot, all blocks of it.
 ///
 /// # Safety
 /// No other thread writes the slot during the call.
-unsafe fn hash(layout: &KvLayout, region: &Region, group: usize, slot: Slot) -> u64 {
-    let start = layout.slot_offset(slot);
+unsafe fn hash(layout: &KvLayout, region: &Region, chunk: ChunkUse) -> u64 {
+    let start = layout.slot_offset(chunk.slot);
     // SAFETY: passed on to the caller.
-    unsafe { region.hash(start..start + layout.chunk_bytes(group)) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kvoffload_core::layout::{PageRef, TensorLayout};
-
-    #[test]
-    fn the_hash_covers_the_chunk_and_nothing_else() {
-        let tensor = TensorLayout {
-            num_blocks: 4,
-            block_stride: 40,
-            page_bytes: 40,
-        };
-        let page = |page_bytes| PageRef {
-            tensor: 0,
-            page_bytes,
-        };
-        let groups = vec![vec![page(40), page(8)], vec![page(24)]];
-        let layout = KvLayout::new(vec![tensor], groups, 2, 4, 128, 4).unwrap();
-        let region = Region::new(4, 128).unwrap();
-        let verifier = Verifier::new(Verify::All, 4);
-        let slot = Slot::new(2);
-        for (group, used) in [(0, 96), (1, 48)] {
-            for byte in 0..128 {
-                verifier.store_begins(std::iter::once((group, slot)));
-                // SAFETY: nobody else knows the region.
-                let same = unsafe {
-                    verifier.stored(&layout, &region, group, slot);
-                    *region.base_ptr().add(2 * 128 + byte) ^= 1;
-                    verifier.check(&layout, &region, 9, group, slot)
-                };
-                assert_eq!(same.is_ok(), byte >= used, "byte {byte} of group {group}");
-            }
-        }
-    }
+    unsafe { region.hash(start..start + layout.chunk_bytes(chunk.group)) }
 }

@@ -3,11 +3,9 @@
 mod common;
 
 use common::gate::{GateRig, Place};
-use common::{Job, LONG, Rig, Shape, config};
+use common::{Job, LONG, Rig, Shape, config, copies_only};
 use kvoffload_core::pool::Slot;
-use kvoffload_transfer::{
-    CopyError, EngineConfig, FaultPlan, HostEngine, JobKind, LoadFault, StartError,
-};
+use kvoffload_transfer::{CopyError, FaultPlan, HostEngine, JobKind, LoadFault, StartError};
 
 const PAGE: usize = 64;
 
@@ -143,7 +141,7 @@ fn loads_of_the_neighbour_get_another_slot() {
 #[test]
 fn a_panic_ends_its_job_with_an_error_and_not_the_thread() {
     for place in [Place::Submit, Place::Retire] {
-        let rig = GateRig::new(&shape(), 1, &EngineConfig::default());
+        let rig = GateRig::new(&shape(), 1, &copies_only());
         rig.gates.open_all();
         for job in [2, 12] {
             rig.gates.panic_in(job, place);
@@ -173,7 +171,7 @@ fn a_panic_ends_its_job_with_an_error_and_not_the_thread() {
 
 #[test]
 fn a_panic_in_a_poll_ends_the_jobs_the_backend_holds() {
-    let rig = GateRig::new(&shape(), 3, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 3, &copies_only());
     rig.gates.panic_in(1, Place::Poll);
     for job in 1..=4 {
         rig.store(job, job as u32, job as u32);

@@ -5,9 +5,9 @@ mod common;
 use std::thread;
 
 use common::gate::GateRig;
-use common::{Job, LONG, Rig, Shape};
+use common::{Job, LONG, Rig, Shape, copies_only};
+use kvoffload_transfer::FaultPlan;
 use kvoffload_transfer::JobKind::{self, Load, Store};
-use kvoffload_transfer::{EngineConfig, FaultPlan};
 
 const PAGE: usize = 64;
 
@@ -124,7 +124,7 @@ fn with_the_fence_they_are_right_whatever_the_delays() {
 #[test]
 fn conflicts_within_a_direction_wait_too() {
     // A backend that takes four jobs at a time: the queue's order alone would not keep them apart.
-    let rig = GateRig::new(&shape(), 4, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 4, &copies_only());
     rig.store(1, 0, 3);
     rig.store(2, 1, 3); // same slot
     rig.store(3, 0, 4); // same block, which both only read
@@ -143,7 +143,7 @@ fn conflicts_within_a_direction_wait_too() {
 
 #[test]
 fn jobs_start_in_order_and_pass_those_held_back() {
-    let rig = GateRig::new(&shape(), 1, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 1, &copies_only());
     rig.load(1, 3, 0);
     rig.gates.wait_started(1);
     rig.store(2, 1, 3); // held back by job 1
@@ -182,7 +182,7 @@ fn j7_loads_do_not_queue_behind_stores() {
 
 #[test]
 fn a_submit_never_copies_and_never_waits() {
-    let rig = GateRig::new(&shape(), 1, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 1, &copies_only());
     // Both threads are busy with jobs that do not end, and everything else is held back.
     rig.store(1, 0, 0);
     rig.load(2, 1, 1);

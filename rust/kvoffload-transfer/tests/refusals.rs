@@ -3,7 +3,7 @@
 mod common;
 
 use common::gate::GateRig;
-use common::{Device, Job, LONG, Rig, Shape, config};
+use common::{Device, Job, LONG, Rig, Shape, config, copies_only};
 use kvoffload_core::layout::LayoutError;
 use kvoffload_core::plan::PlanError;
 use kvoffload_core::pool::Slot;
@@ -85,7 +85,7 @@ fn an_id_is_in_use_until_its_end_is_taken() {
 fn queued_and_untaken_jobs_are_limited() {
     let limit = EngineConfig {
         max_jobs: 3,
-        ..EngineConfig::default()
+        ..copies_only()
     };
     let rig = GateRig::new(&shape(), 1, &limit);
     for job in 1..=3 {

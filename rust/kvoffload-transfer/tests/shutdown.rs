@@ -11,12 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use common::{Device, Job, LONG, Rig, SHORT, Shape, config};
+use common::{Device, Job, LONG, Rig, SHORT, Shape, config, copies_only};
 use kvoffload_core::layout::KvLayout;
 use kvoffload_transfer::backend::{Backend, Ended, Poll, Work};
-use kvoffload_transfer::{
-    CopyError, Engine, EngineConfig, FaultPlan, HostEngine, JobKind, Region, StartError,
-};
+use kvoffload_transfer::{CopyError, Engine, FaultPlan, HostEngine, JobKind, Region, StartError};
 use parking_lot::Mutex;
 
 const PAGE: usize = 64 << 10;
@@ -235,8 +233,7 @@ fn memory_outlives_a_copy_that_hangs() {
             held: None,
         })
     });
-    let engine =
-        Engine::start(layout.unwrap(), &region, backends, &EngineConfig::default()).unwrap();
+    let engine = Engine::start(layout.unwrap(), &region, backends, &copies_only()).unwrap();
     drop(region);
     let hanging = lock.lock();
     let store = Job::simple(&[0], &[0]);

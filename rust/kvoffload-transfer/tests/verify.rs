@@ -134,14 +134,21 @@ fn slots_without_a_good_store_are_refused() {
 fn parts_of_chunks_are_verified_as_whole_chunks() {
     let rig = rig(Verify::All, FaultPlan::default());
     let old = rig.device.bytes(0);
-    // The second half of a chunk, then its first, then a load of the second half alone.
+    // The second half of a chunk comes back alone. A store of the first half is another chunk's:
+    // a slot gets all it will ever hold of a chunk in one job.
     run(&rig, JobKind::Store, 1, &job(0, 5, &[1], &[3])).unwrap();
-    run(&rig, JobKind::Store, 2, &job(0, 4, &[0], &[3])).unwrap();
-    rig.device.fill(0, 0..128, 0);
-    run(&rig, JobKind::Load, 3, &job(0, 5, &[1], &[3])).unwrap();
-    run(&rig, JobKind::Load, 4, &job(0, 4, &[0], &[3])).unwrap();
+    rig.device.fill(0, 64..128, 0);
+    run(&rig, JobKind::Load, 2, &job(0, 5, &[1], &[3])).unwrap();
     assert_eq!(rig.device.bytes(0), old);
-    assert_eq!(rig.engine.stats().verify_checks, 2);
+    assert_eq!(rig.engine.stats().verify_checks, 1);
+    run(&rig, JobKind::Store, 3, &job(0, 4, &[0], &[3])).unwrap();
+    run(&rig, JobKind::Load, 4, &job(0, 4, &[0], &[3])).unwrap();
+    let refused = run(&rig, JobKind::Load, 5, &job(0, 5, &[1], &[3]));
+    let (stored, wanted) = ((0, 1), (1, 2));
+    assert_eq!(
+        reason(refused).2,
+        VerifyReason::OtherBlocks { stored, wanted }
+    );
 }
 
 #[test]
@@ -189,4 +196,30 @@ fn a_control_that_reads_the_neighbour_is_not_stopped_by_it() {
     run(&rig, JobKind::Store, 1, &job(0, 0, &[0, 1], &[0])).unwrap();
     run(&rig, JobKind::Load, 2, &job(0, 0, &[0, 1], &[0])).unwrap();
     assert_eq!(rig.device.bytes(0)[..128], [0; 128]);
+}
+
+#[test]
+fn blocks_that_were_never_stored_are_not_loaded_whatever_is_verified() {
+    for verify in [Verify::Off, Verify::All] {
+        let rig = Rig::with(&shape(), FaultPlan::default(), |config| {
+            config.verify = verify;
+            config.stored_only = true;
+        });
+        let never = run(&rig, JobKind::Load, 1, &job(0, 0, &[4, 5], &[3]));
+        assert_eq!(reason(never).2, VerifyReason::NeverStored);
+        // Another chunk was there; now one is stored whose first block vLLM has dropped.
+        run(&rig, JobKind::Store, 2, &job(0, 0, &[0, 1], &[3])).unwrap();
+        run(&rig, JobKind::Store, 3, &job(0, 7, &[2], &[3])).unwrap();
+        let before = rig.device.bytes(0);
+        for (id, first, blocks) in [(4, 6, &[4, 5][..]), (5, 6, &[4])] {
+            let refused = reason(run(&rig, JobKind::Load, id, &job(0, first, blocks, &[3])));
+            let wanted = (0, blocks.len() as u32);
+            let stored = (1, 2);
+            let blocks_missing = VerifyReason::OtherBlocks { stored, wanted };
+            assert_eq!(refused, (id, Slot::new(3), blocks_missing));
+        }
+        assert_eq!(rig.device.bytes(0), before, "nothing was loaded");
+        run(&rig, JobKind::Load, 6, &job(0, 7, &[4], &[3])).unwrap();
+        assert_eq!(rig.device.bytes(0)[4 * 64..5 * 64], before[2 * 64..3 * 64]);
+    }
 }

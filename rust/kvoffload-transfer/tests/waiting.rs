@@ -6,9 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use common::gate::GateRig;
-use common::{Job, LONG, Rig, SHORT, Shape};
+use common::{Job, LONG, Rig, SHORT, Shape, copies_only};
 use kvoffload_core::pool::Slot;
-use kvoffload_transfer::{CopyError, EngineConfig, FaultPlan, JobKind, SubmitError};
+use kvoffload_transfer::{CopyError, FaultPlan, JobKind, SubmitError};
 
 fn shape() -> Shape {
     Shape::simple(8, 64, 8)
@@ -61,7 +61,7 @@ fn c11_a_timeout_is_never_success_and_frees_nothing() {
 
 #[test]
 fn c11_slots_leave_quarantine_when_the_copy_is_over() {
-    let rig = GateRig::new(&shape(), 1, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 1, &copies_only());
     rig.load(1, 3, 0);
     rig.load(2, 3, 1); // queued behind it, on the same slot
     assert_eq!(rig.engine.wait(&[1, 2], SHORT).unwrap_err().jobs, [1, 2]);
@@ -90,7 +90,7 @@ fn c11_slots_leave_quarantine_when_the_copy_is_over() {
 
 #[test]
 fn a_job_queued_before_the_timeout_is_kept_and_waits() {
-    let rig = GateRig::new(&shape(), 1, &EngineConfig::default());
+    let rig = GateRig::new(&shape(), 1, &copies_only());
     rig.store(1, 0, 3);
     rig.load(2, 3, 1);
     assert!(rig.engine.wait(&[1], SHORT).is_err());

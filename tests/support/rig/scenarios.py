@@ -82,6 +82,17 @@ def prompt(seed: str, blocks: int, tail: int = 5) -> list[int]:
     return [rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(blocks * BLOCK + tail)]
 
 
+def check_it_still_works(rig: Rig) -> None:
+    """After all that, a prompt is stored and comes back."""
+    rig.drain()
+    text = prompt("still works", 4)
+    rig.run("store", text)
+    rig.forget_gpu()
+    before = rig.totals.loads
+    rig.run("load", text)
+    assert rig.totals.loads > before, "what was stored did not come back"
+
+
 def end(rig: Rig, pool: Pool | None = None) -> dict[str, Any]:
     """Check that nothing is left over, stop the engine, and say what happened."""
     rig.drain()
@@ -162,11 +173,7 @@ def reset_in_flight(settings: Settings, **more: Any) -> dict[str, Any]:
         if turn % 3 == 2:
             rig.drain()
     assert in_flight > 3, "no reset met work in flight"
-    rig.drain()
-    rig.forget_gpu()
-    before = rig.totals.loads
-    rig.run("last", prompt("p0", 6))
-    assert rig.totals.loads > before, "what was stored after the last reset did not come back"
+    check_it_still_works(rig)
     return end(rig)
 
 
@@ -179,7 +186,7 @@ def reset_after_finish(settings: Settings) -> dict[str, Any]:
     """Weights change when all requests are done but their stores are still on their way."""
     if not CAN_RESET_CONNECTOR:
         raise Skipped("this release's connector cannot be reset")
-    rig = make_rig(settings, 24, slow=True)
+    rig = make_rig(settings, 24, faults={"seed": 1, "max_delay_us": 20_000})
     in_flight = 0
     for turn in range(8):
         for i in range(3):
@@ -191,6 +198,7 @@ def reset_after_finish(settings: Settings) -> dict[str, Any]:
         if turn % 3 == 2:
             rig.drain()
     assert in_flight > 3, "no reset met work in flight"
+    check_it_still_works(rig)
     return end(rig)
 
 
@@ -210,6 +218,7 @@ def reset_during_load(settings: Settings) -> dict[str, Any]:
         rig.add(f"{turn}.again", prompt(f"q{turn}", 6))
         if turn % 2:
             rig.drain()
+    check_it_still_works(rig)
     return end(rig)
 
 
@@ -271,6 +280,7 @@ def abort_in_flight(settings: Settings) -> dict[str, Any]:
         if turn % 4 == 3:
             rig.drain()
             rig.forget_gpu()
+    check_it_still_works(rig)
     return end(rig)
 
 
@@ -294,7 +304,7 @@ def hybrid(settings: Settings, **more: Any) -> dict[str, Any]:
 def churn(settings: Settings, seed: int = 0, **more: Any) -> dict[str, Any]:
     """Random arrivals with shared prefixes, aborts and resets; little GPU memory, a small pool."""
     rng = random.Random(seed)
-    rig = make_rig(settings, 12, slow=True, num_blocks=30, prompt_only=False, **more)
+    rig = make_rig(settings, 16, slow=True, num_blocks=30, prompt_only=False, **more)
     pool = Pool(rig)
     for number in range(60):
         family = f"f{rng.randrange(4)}"
@@ -315,7 +325,7 @@ def churn(settings: Settings, seed: int = 0, **more: Any) -> dict[str, Any]:
             rig.drain()
             rig.forget_gpu()
     rig.drain()
-    assert rig.totals.loads > 0, rig.totals
+    check_it_still_works(rig)
     return end(rig, pool)
 
 

@@ -59,7 +59,8 @@ impl Manager {
     }
 
     /// Ends one load of each of `keys` by `request`. After a reset, completions of older loads are
-    /// counted and otherwise ignored.
+    /// counted and otherwise ignored;
+    /// they must not come once the same request loads the same key again.
     ///
     /// # Errors
     /// [`ManagerError::StaleHandle`] if the request is not loading one of them; then none is released.

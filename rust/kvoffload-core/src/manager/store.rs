@@ -67,7 +67,9 @@ impl Manager {
     /// Ends the writes of `keys` by `request`: readable from now on, or gone if they failed.
     ///
     /// A key that this request is not writing changes nothing and is counted: after a reset,
-    /// completions of older stores may still come, and a write is only ever ended by its owner.
+    /// completions of older stores may still come, and a write is only ever ended by its owner. A
+    /// completion names no job, so one from before a reset must not come once the same request
+    /// writes the same key again (vLLM's scheduler drops them all).
     ///
     /// # Errors
     /// [`ManagerError::ForeignRequest`].

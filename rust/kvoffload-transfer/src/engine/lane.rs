@@ -173,18 +173,16 @@ impl Lane {
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
-        if !verifier.is_off() {
-            match self.kind {
-                JobKind::Store => verifier.store_begins(geometry.chunks(layout)),
-                JobKind::Load => {
-                    for (group, slot) in geometry.chunks(layout) {
-                        if shared.abandoning() {
-                            return Err(CopyError::Abandoned { job });
-                        }
-                        // SAFETY: the job is live and reads the slot, so the fence holds every job
-                        // back that would write it.
-                        unsafe { verifier.check(layout, region, job, group, slot) }?;
+        match self.kind {
+            JobKind::Store => verifier.store_begins(geometry.chunks(layout)),
+            JobKind::Load => {
+                for chunk in geometry.chunks(layout) {
+                    if shared.abandoning() {
+                        return Err(CopyError::Abandoned { job });
                     }
+                    // SAFETY: the job is live and reads the slot, so the fence holds every job back
+                    // that would write it.
+                    unsafe { verifier.check(layout, region, job, chunk) }?;
                 }
             }
         }
@@ -204,14 +202,14 @@ impl Lane {
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         if outcome.is_ok() {
-            if self.kind == JobKind::Store && !verifier.is_off() {
-                for (group, slot) in work.ids.geometry().chunks(layout) {
+            if self.kind == JobKind::Store {
+                for chunk in work.ids.geometry().chunks(layout) {
                     if shared.abandoning() {
                         break; // Nothing is loaded any more.
                     }
                     // SAFETY: the job is live and writes the slot, so the fence holds every other
                     // job on it back; its own copies are over.
-                    unsafe { verifier.stored(layout, region, group, slot) };
+                    unsafe { verifier.stored(layout, region, chunk) };
                 }
             }
             self.backend.retire(&work);

@@ -48,6 +48,10 @@ pub struct EngineConfig {
     pub max_jobs: usize,
     /// How long a drop waits for live jobs.
     pub shutdown_timeout: Duration,
+    /// False lets loads read slots, or blocks of a slot, that nothing was stored to: for tests of
+    /// copies alone.
+    #[doc(hidden)]
+    pub stored_only: bool,
     /// False lets conflicting jobs run side by side: a test shows with it that the fence is needed.
     #[doc(hidden)]
     pub fences: bool,
@@ -59,6 +63,7 @@ impl Default for EngineConfig {
             verify: Verify::Off,
             max_jobs: 65_536,
             shutdown_timeout: Duration::from_secs(10),
+            stored_only: true,
             fences: true,
         }
     }
@@ -121,7 +126,7 @@ impl Engine {
             });
         }
         let shared = Arc::new(Shared {
-            verifier: Verifier::new(config.verify, layout.num_slots()),
+            verifier: Verifier::new(config.verify, config.stored_only, layout.num_slots()),
             layout,
             state: Mutex::new(State::new(config.max_jobs, config.fences)),
             wake: Default::default(),
@@ -294,7 +299,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.shutdown(self.shutdown_timeout);
+        // Whoever has shut it down has waited already.
+        if !self.shared.state.lock().closing {
+            self.shutdown(self.shutdown_timeout);
+        }
     }
 }
 

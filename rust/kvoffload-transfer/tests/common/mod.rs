@@ -143,6 +143,14 @@ impl Job {
     }
 }
 
+/// Most tests look at copies, and load what the region holds anyway.
+pub fn copies_only() -> EngineConfig {
+    EngineConfig {
+        stored_only: false,
+        ..EngineConfig::default()
+    }
+}
+
 /// An engine over a device.
 pub struct Rig {
     pub device: Arc<Device>,
@@ -166,7 +174,7 @@ pub fn config(shape: &Shape, device: &Arc<Device>, faults: FaultPlan) -> HostCon
         faults,
         engine: EngineConfig {
             shutdown_timeout: SHORT,
-            ..EngineConfig::default()
+            ..copies_only()
         },
     }
 }
