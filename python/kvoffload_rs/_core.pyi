@@ -4,7 +4,7 @@ Errors are the classes of `kvoffload_rs.errors`. Keys are bytes of any length. A
 from 0 to `num_slots - 1`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self, final
 
 from typing_extensions import Buffer
@@ -80,8 +80,11 @@ class Manager:
     def new_request(self) -> Request:
         """A handle for a new request."""
 
-    def lookup(self, key: bytes, request: object = None) -> object:
+    def lookup(self, key: bytes, request: object = None, /) -> object:
         """One of `answers`. The second argument is not looked at; vLLM passes one."""
+
+    def lookup_function(self) -> Callable[..., object]:
+        """`lookup` as a function of its own: some 25 ns less per call than the method."""
 
     def lookup_run(self, keys: Sequence[bytes]) -> tuple[int, bool]:
         """How many of the first keys are readable, and whether the next one is being written."""

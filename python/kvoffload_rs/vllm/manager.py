@@ -86,9 +86,9 @@ class KvOffloadManager(OffloadingManager):
         # is kept on it. The name is this manager's own: another manager that is given the same
         # context must not find our handle.
         self._attribute = f"_kvoffload_request_{next(_MANAGERS)}"
-        # vLLM looks up one key per call, thousands per request. An attribute of the instance that
-        # is the Rust method itself saves the Python frame that a method here would cost each time.
-        self.lookup = self._core.lookup  # type: ignore[assignment, method-assign]
+        # vLLM looks up one key per call, thousands per request. An attribute that is the Rust
+        # function itself saves the Python frame that a method here would cost each time.
+        self.lookup = self._core.lookup_function()  # type: ignore[method-assign]
 
     def lookup(self, key: bytes, req_context: Any) -> object:
         """Whether a chunk is readable, absent, or being written. The instance's attribute hides it.

@@ -7,6 +7,7 @@
 
 mod convert;
 mod errors;
+mod fast;
 mod keylist;
 mod manager;
 mod worker;

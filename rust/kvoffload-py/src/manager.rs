@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{Keys, keys_to_list, slots_to_bytes};
 use crate::errors::{About, manager_error, raise};
+use crate::fast;
 use crate::keylist::KeyList;
 
 /// One request's accesses and pins; owned by the caller.
@@ -47,6 +48,11 @@ pub(crate) struct Manager {
 }
 
 impl Manager {
+    /// The answer to a lookup of `key`.
+    pub(crate) fn find(&self, py: Python<'_>, key: &[u8]) -> Py<PyAny> {
+        self.answer(py, self.core.lookup(key))
+    }
+
     fn answer(&self, py: Python<'_>, answer: Answer) -> Py<PyAny> {
         match answer {
             Answer::Miss => self.miss.clone_ref(py),
@@ -132,10 +138,15 @@ impl Manager {
     }
 
     /// Whether the chunk can be read: one of the constructor's `answers`. `request` is not used.
-    #[pyo3(signature = (key, request = None))]
+    #[pyo3(signature = (key, request = None, /))]
     fn lookup(&self, py: Python<'_>, key: &[u8], request: Option<&Bound<'_, PyAny>>) -> Py<PyAny> {
         let _ = request;
-        self.answer(py, self.core.lookup(key))
+        self.find(py, key)
+    }
+
+    /// `lookup` as a function of its own, for callers to whom the time of a method call matters.
+    fn lookup_function<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        fast::lookup_function(slf)
     }
 
     /// The number of leading hits, and whether the key after them is being written.

@@ -154,6 +154,9 @@ impl Inner {
             }
         }
         self.hashes = hashes;
+        for &at in &out.entries {
+            self.policy.warm(request.entry(at).hash);
+        }
         // Tail first, as every other access; once per request, however often it offers the key.
         for &at in out.entries.iter().rev() {
             let entry = request.entry_mut(at);

@@ -89,6 +89,10 @@ impl Policy for Arc {
         }
     }
 
+    fn warm(&self, hash: KeyHash) {
+        self.ghosts.warm(hash);
+    }
+
     fn on_store_miss(&mut self, key: &[u8], hash: KeyHash) {
         self.ghosts.wanted(key, hash);
     }

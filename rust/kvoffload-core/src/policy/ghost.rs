@@ -34,6 +34,12 @@ impl Ghosts {
         self.target
     }
 
+    /// Lets a call for a key with this hash wait less for memory.
+    #[inline]
+    pub(super) fn warm(&self, hash: KeyHash) {
+        self.lists.warm(hash);
+    }
+
     /// `key` is wanted and not present. If it is remembered, its list was too short: moves the target
     /// towards that list, the more the shorter the list is, and makes the key the list's newest.
     #[inline]

@@ -50,6 +50,8 @@ pub trait Policy: Send {
     fn mark_non_evictable(&mut self, slot: Slot);
     /// A use of the chunk in `slot`, which is readable if `ready`.
     fn touch(&mut self, slot: Slot, ready: bool);
+    /// A call of [`Policy::on_store_miss`] for this key comes soon; see [`crate::index::Index::warm`].
+    fn warm(&self, _hash: KeyHash) {}
     /// A request wants to store a key that is not present.
     fn on_store_miss(&mut self, key: &[u8], hash: KeyHash);
     /// A touch of a key that is not present.
