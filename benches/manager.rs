@@ -2,7 +2,7 @@
 //! evicts 256 others, its completion, 256 lookups that hit, a load and its completion, the end of the
 //! request. Time is per chunk. Some slots may be pinned by loads that stay, spread over the pool.
 //!
-//! `cargo bench -p kvoffload-core --bench manager`
+//! `cargo bench -p kvoffload-core --bench manager`. Results: `results/2026-11-29-manager-vs-vllm.md`.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvoffload_core::manager::{Answer, Config, Manager, PolicyKind, Prepared, Request};
