@@ -182,7 +182,9 @@ def test_signals_end_the_engine_too(
 ) -> None:
     monkeypatch.setenv("FAKE_MODE", "hang")
     starter = (
-        "import sys\n"
+        "import signal, sys\n"
+        # As in a terminal. A shell's background job, as these tests may be, ignores SIGINT.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kvoffload_rs.cli import demo, engine_process, main\n"
         f"engine_process.COMMAND = {engine_process.COMMAND!r}\n"
         "demo.model.write_model = lambda directory, seed: directory\n"
