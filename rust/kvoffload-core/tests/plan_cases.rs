@@ -47,14 +47,15 @@ fn pages_lie_layer_by_layer_and_a_job_may_begin_and_end_inside_a_chunk() {
         slots: &slots(&[5, 0, 1, 2]),
     };
     let expected = [
-        // Tensor 0: 10 of 16 bytes per block, so nothing merges.
+        // Slot after slot. Tensor 0: 10 of 16 bytes per block, so nothing merges.
         (0, 48, 5 * 64 + 10, 10),
+        // Tensor 1 starts 2 * 10 bytes into the slot.
+        (1, 12, 5 * 64 + 20 + 4, 4),
         (0, 64, 0, 10),
         (0, 80, 10, 10),
-        (0, 96, 64, 10),
-        // Tensor 1 starts 2 * 10 bytes into the slot; the two blocks of slot 0 merge.
-        (1, 12, 5 * 64 + 20 + 4, 4),
+        // The two blocks of slot 0 merge.
         (1, 16, 20, 8),
+        (0, 96, 64, 10),
         (1, 24, 64 + 20, 4),
         (2, 99 * 32, 2 * 64, 8),
     ];

@@ -3,7 +3,7 @@
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, LayoutError, PageRef, TensorLayout, slot_bytes};
-use kvoffload_core::plan::{CopyPlan, CopyRun, Geometry};
+use kvoffload_core::plan::{CopyPlan, CopyRun, Geometry, RunCursor};
 use kvoffload_core::pool::Slot;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -240,6 +240,57 @@ fn writes_twice(kind: JobKind, shape: &Shape, work: &Work) -> bool {
         && (1..work.slots.len()).any(|at| work.slots[..at].contains(&work.slots[at]))
 }
 
+/// The job's copies by the definition: every page by itself, then what is adjacent put together, then
+/// cut where the limits say, which are used in turn.
+fn naive_runs(shape: &Shape, work: &Work, limits: &[u64]) -> Vec<CopyRun> {
+    let piece = u64::from(shape.slots_per_piece) * shape.slot_bytes;
+    let blocks = work.blocks(shape);
+    let mut pages = Vec::new();
+    // Of the same chunk: next to each other, of the same group, with ascending sub-blocks.
+    for chunk in blocks.chunk_by(|a, b| (a.0, a.2) == (b.0, b.2) && a.3 < b.3) {
+        let (group, _, slot, _) = chunk[0];
+        let mut start = u64::from(slot.get()) * shape.slot_bytes;
+        for page in &shape.groups[group] {
+            for &(_, block, _, sub_block) in chunk {
+                pages.push(CopyRun {
+                    tensor: page.tensor,
+                    device_offset: u64::from(block)
+                        * shape.tensors[page.tensor as usize].block_stride,
+                    region_offset: start + sub_block * page.page_bytes,
+                    bytes: page.page_bytes,
+                });
+            }
+            start += u64::from(shape.blocks_per_chunk) * page.page_bytes;
+        }
+    }
+    let mut merged: Vec<CopyRun> = Vec::new();
+    for page in pages {
+        match merged.last_mut() {
+            Some(last)
+                if last.tensor == page.tensor
+                    && last.device_offset + last.bytes == page.device_offset
+                    && last.region_offset + last.bytes == page.region_offset
+                    && last.region_offset / piece == page.region_offset / piece =>
+            {
+                last.bytes += page.bytes;
+            }
+            _ => merged.push(page),
+        }
+    }
+    let mut limits = limits.iter().cycle();
+    let mut cut = Vec::new();
+    for mut run in merged {
+        while run.bytes > 0 {
+            let bytes = run.bytes.min(*limits.next().unwrap());
+            cut.push(CopyRun { bytes, ..run });
+            run.device_offset += bytes;
+            run.region_offset += bytes;
+            run.bytes -= bytes;
+        }
+    }
+    cut
+}
+
 fn check_runs(plan: &CopyPlan, shape: &Shape) -> Result<(), TestCaseError> {
     let piece = u64::from(shape.slots_per_piece) * shape.slot_bytes;
     prop_assert_eq!(
@@ -292,6 +343,26 @@ proptest! {
             expected.copy_all(kind, &shape, &work);
             prop_assert_eq!(planned, expected);
         }
+    }
+
+    #[test]
+    fn a_cursor_gives_the_copies_of_the_definition_in_its_order(
+        (shape, work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
+        limits in prop::collection::vec(
+            prop_oneof![1..30u64, 30..400u64, Just(u64::MAX)], 1..5),
+    ) {
+        let layout = shape.layout().unwrap();
+        let geometry = work.geometry();
+        let expected = naive_runs(&shape, &work, &limits);
+        let mut cursor = RunCursor::default();
+        let mut limit = limits.iter().cycle();
+        let mut runs = Vec::new();
+        while let Some(run) = cursor.next(&layout, &geometry, *limit.next().unwrap()) {
+            runs.push(run);
+        }
+        prop_assert_eq!(cursor.next(&layout, &geometry, 1), None, "it stays at the end");
+        prop_assert_eq!(geometry.bytes(&layout), runs.iter().map(|run| run.bytes).sum::<u64>());
+        prop_assert_eq!(runs, expected);
     }
 
     /// Any numbers at all: a typed error or a plan inside the bounds, never a panic.

@@ -2,8 +2,9 @@
 //!
 //! One [`Backend`] value serves one direction and belongs to that direction's thread, so it needs no
 //! locks. It never waits: [`Backend::submit`] takes a job over, [`Backend::poll`] moves the jobs it
-//! has on for a bounded time and hands back those that ended. The host backend copies inside `poll`;
-//! a backend for a device enqueues in `submit` and asks its events in `poll`. What a device has to
+//! has on for a bounded time and hands back those that ended. Copies are made from the job's numbers
+//! as they are asked for ([`Work::next_run`]), so that a large job needs no plan. The host backend
+//! copies inside `poll`; a backend for a device enqueues there, and asks its events. What a device has to
 //! wait for before a copy is known on the caller's thread only: whoever wraps the engine for it records
 //! an event there before [`Engine::submit`](crate::Engine::submit) and leaves it for the backend under
 //! the job's id.
@@ -12,7 +13,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvoffload_core::plan::CopyPlan;
+use kvoffload_core::layout::KvLayout;
+use kvoffload_core::plan::{CopyRun, Geometry, RunCursor};
 
 use crate::engine::JobIds;
 use crate::error::CopyError;
@@ -22,10 +24,40 @@ use crate::error::CopyError;
 pub struct Work {
     /// The job's id.
     pub job: u64,
-    /// What to copy.
-    pub plan: CopyPlan,
+    /// Bytes of all its copies together.
+    pub bytes: u64,
     /// What the job named; the engine needs it again when the copies are done.
     pub(crate) ids: Arc<JobIds>,
+    cursor: RunCursor,
+}
+
+impl Work {
+    pub(crate) fn new(job: u64, layout: &KvLayout, ids: Arc<JobIds>) -> Self {
+        Self {
+            job,
+            bytes: ids.geometry().bytes(layout),
+            ids,
+            cursor: RunCursor::default(),
+        }
+    }
+
+    /// The next copy, of at most `limit` bytes (at least 1); `None` when there are no more. See
+    /// [`RunCursor::next`]. `layout` must be the engine's.
+    #[inline]
+    pub fn next_run(&mut self, layout: &KvLayout, limit: u64) -> Option<CopyRun> {
+        self.cursor.next(layout, &self.ids.geometry(), limit)
+    }
+
+    /// Goes back to the first copy.
+    pub fn restart(&mut self) {
+        self.cursor = RunCursor::default();
+    }
+
+    /// What the job named.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry<'_> {
+        self.ids.geometry()
+    }
 }
 
 /// A job whose copies are over: nothing of them touches memory any more.
@@ -39,6 +71,16 @@ pub struct Ended {
     pub outcome: Result<(), CopyError>,
 }
 
+/// What became of a backend's jobs, in the order in which it happened.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Jobs that are over.
+    pub ended: VecDeque<Ended>,
+    /// Jobs that are not over, but all of whose copies are in the device's queues now: what is put
+    /// into those queues later finds them done. The host backend has no such queues.
+    pub enqueued: Vec<u64>,
+}
+
 /// When [`Backend::poll`] should be called again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Poll {
@@ -50,6 +92,9 @@ pub enum Poll {
 
 /// One direction's copies. All methods are called from that direction's thread alone.
 pub trait Backend: Send {
+    /// Called once, before everything else: for what belongs to a thread.
+    fn start(&mut self) {}
+
     /// How many jobs it wants to hold at once, at least 1.
     fn depth(&self) -> usize {
         1
@@ -62,9 +107,13 @@ pub trait Backend: Send {
     /// The copies cannot be made; none has been or will be.
     fn submit(&mut self, work: Work) -> Result<(), CopyError>;
 
-    /// Moves the jobs it holds on for a bounded time (some milliseconds) and appends those that
-    /// ended. Every job ends once, here or in [`Backend::abandon`].
-    fn poll(&mut self, ended: &mut VecDeque<Ended>) -> Poll;
+    /// Moves the jobs it holds on for a bounded time (some milliseconds) and appends what became of
+    /// them. Every job ends once, here or in [`Backend::abandon`].
+    fn poll(&mut self, progress: &mut Progress) -> Poll;
+
+    /// Somebody waits until this job's copies are in the device's queues: the job should be put into
+    /// them as a whole, without regard to pace. It is one that the backend holds.
+    fn rush(&mut self, _job: u64) {}
 
     /// A job that ended well is about to be reported; the engine has done all it does with its slots.
     fn retire(&mut self, _work: &Work) {}

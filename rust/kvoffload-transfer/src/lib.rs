@@ -1,8 +1,8 @@
 //! Moves the bytes of KV-cache chunks between device memory and host memory.
 //!
 //! Follow one job: [`HostEngine::submit_store`] checks it and puts it into the [`engine`]'s queue;
-//! the thread of its direction builds its copy plan and hands it to a [`backend`]; when the copies are
-//! over, its [`Completion`] waits in a queue until [`HostEngine::take_finished`] takes it. The host
+//! the thread of its direction hands it to a [`backend`], which asks for its copies one by one; when
+//! they are over, its [`Completion`] waits in a queue until [`HostEngine::take_finished`] takes it. The host
 //! side of every copy lies in a [`region`]; [`verify`] can prove that a slot still holds what was
 //! stored.
 //!

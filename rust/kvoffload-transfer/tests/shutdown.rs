@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::collections::VecDeque;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +12,7 @@ use std::time::Instant;
 
 use common::{Device, Job, LONG, Rig, SHORT, Shape, config, copies_only};
 use kvoffload_core::layout::KvLayout;
-use kvoffload_transfer::backend::{Backend, Ended, Poll, Work};
+use kvoffload_transfer::backend::{Backend, Poll, Progress, Work};
 use kvoffload_transfer::{CopyError, Engine, FaultPlan, HostEngine, JobKind, Region, StartError};
 use parking_lot::Mutex;
 
@@ -201,7 +200,7 @@ impl Backend for Hanging {
         Ok(())
     }
 
-    fn poll(&mut self, _ended: &mut VecDeque<Ended>) -> Poll {
+    fn poll(&mut self, _progress: &mut Progress) -> Poll {
         self.inside.store(true, Ordering::Relaxed);
         drop(self.lock.lock());
         Poll::After(LONG)
@@ -233,7 +232,8 @@ fn memory_outlives_a_copy_that_hangs() {
             held: None,
         })
     });
-    let engine = Engine::start(layout.unwrap(), &region, backends, &copies_only()).unwrap();
+    let engine =
+        Engine::start(Arc::new(layout.unwrap()), &region, backends, &copies_only()).unwrap();
     drop(region);
     let hanging = lock.lock();
     let store = Job::simple(&[0], &[0]);

@@ -1,17 +1,15 @@
 //! The thread of one direction.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvoffload_core::jobs::JobKind;
-use kvoffload_core::plan::CopyPlan;
 
 use super::Shared;
-use super::state::{JobIds, lane};
-use crate::backend::{Backend, Ended, Poll, Work};
+use super::state::{Start, lane};
+use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::region::Region;
 
@@ -25,18 +23,18 @@ pub(super) struct Lane {
     held: usize,
     /// When to ask the backend again; `None`: only after a wake-up.
     poll_at: Option<Instant>,
-    /// Ends from the backend that have not been dealt with.
-    ended: VecDeque<Ended>,
+    /// What the backend reported and has not been dealt with.
+    progress: Progress,
     /// The job that is being started or ended.
     current: Option<u64>,
-    /// Memory of plans, to be used again.
-    spare: Vec<CopyPlan>,
 }
 
 enum Next {
-    Start(u64, Arc<JobIds>),
+    Start(Start),
     End(Ended),
     Poll,
+    /// Somebody waits for a job that the backend may hold.
+    Rush(u64),
     /// Give up what the backend holds.
     GiveUp,
     /// Give up a job that has not started.
@@ -50,6 +48,9 @@ pub(super) fn run(lane: Lane) {
     // are gone.
     let _exit = Exit(Arc::clone(&lane.shared));
     let mut lane = lane;
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| lane.backend.start())) {
+        lane.recover(&*panic);
+    }
     loop {
         match catch_unwind(AssertUnwindSafe(|| lane.turn())) {
             Ok(true) => {}
@@ -83,22 +84,32 @@ impl Lane {
             backend,
             held: 0,
             poll_at: None,
-            ended: VecDeque::new(),
+            progress: Progress::default(),
             current: None,
-            spare: Vec::new(),
         }
     }
 
     /// Does one thing; false at the end.
     fn turn(&mut self) -> bool {
         match self.next() {
-            Next::Start(job, ids) => {
+            Next::Start(start) => {
+                let (job, rushed) = (start.job, start.rushed);
                 self.current = Some(job);
-                match self.start(job, ids) {
-                    Ok(()) => self.held += 1,
+                match self.start(start) {
+                    Ok(()) => {
+                        self.held += 1;
+                        self.current = None;
+                        if rushed {
+                            self.backend.rush(job);
+                        }
+                    }
                     Err(error) => self.shared.finish(job, 0, 0.0, Err(error)),
                 }
                 self.current = None;
+                self.poll_at = Some(Instant::now());
+            }
+            Next::Rush(job) => {
+                self.backend.rush(job);
                 self.poll_at = Some(Instant::now());
             }
             Next::End(ended) => {
@@ -107,9 +118,13 @@ impl Lane {
                 self.current = None;
             }
             Next::Poll => {
-                let before = self.ended.len();
-                let poll = self.backend.poll(&mut self.ended);
-                self.held -= self.ended.len() - before;
+                let before = self.progress.ended.len();
+                let poll = self.backend.poll(&mut self.progress);
+                self.held -= self.progress.ended.len() - before;
+                if !self.progress.enqueued.is_empty() {
+                    self.shared.enqueued(&self.progress.enqueued);
+                    self.progress.enqueued.clear();
+                }
                 self.poll_at = match poll {
                     Poll::Again => Some(Instant::now()),
                     Poll::After(pause) => Instant::now().checked_add(pause),
@@ -133,7 +148,7 @@ impl Lane {
 
     /// What to do next; waits until there is something.
     fn next(&mut self) -> Next {
-        if let Some(ended) = self.ended.pop_front() {
+        if let Some(ended) = self.progress.ended.pop_front() {
             return Next::End(ended);
         }
         let shared = Arc::clone(&self.shared);
@@ -143,13 +158,16 @@ impl Lane {
             if abandoning && self.held > 0 {
                 return Next::GiveUp;
             }
+            if let Some(job) = state.next_rush(self.kind) {
+                return Next::Rush(job);
+            }
             if (abandoning || self.held < self.backend.depth().max(1))
-                && let Some((job, ids)) = state.start(self.kind)
+                && let Some(start) = state.start(self.kind)
             {
                 return if abandoning {
-                    Next::Drop(job)
+                    Next::Drop(start.job)
                 } else {
-                    Next::Start(job, ids)
+                    Next::Start(start)
                 };
             }
             if self.held > 0 && self.poll_at.is_some_and(|at| at <= Instant::now()) {
@@ -168,8 +186,8 @@ impl Lane {
         }
     }
 
-    /// Plans a job's copies and hands them to the backend.
-    fn start(&mut self, job: u64, ids: Arc<JobIds>) -> Result<(), CopyError> {
+    /// Hands a job's copies to the backend.
+    fn start(&mut self, Start { job, ids, .. }: Start) -> Result<(), CopyError> {
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
@@ -186,10 +204,7 @@ impl Lane {
                 }
             }
         }
-        let mut plan = self.spare.pop().unwrap_or_default();
-        plan.build_into(layout, &geometry)
-            .expect("the geometry was checked at the submit");
-        self.backend.submit(Work { job, plan, ids })
+        self.backend.submit(Work::new(job, layout, ids))
     }
 
     /// Does what is left to do when the copies of a job are over, and reports it.
@@ -214,8 +229,7 @@ impl Lane {
             }
             self.backend.retire(&work);
         }
-        shared.finish(work.job, work.plan.bytes, seconds, outcome);
-        self.spare.push(work.plan);
+        shared.finish(work.job, work.bytes, seconds, outcome);
     }
 
     /// After a panic: the jobs it may have hit end with an error, once nothing copies for them.
@@ -224,6 +238,7 @@ impl Lane {
         self.shared.state.lock().stats.panics += 1;
         let given_up = self.backend.abandon();
         self.held = 0;
+        self.progress.enqueued.clear();
         for job in given_up
             .iter()
             .map(|work| work.job)

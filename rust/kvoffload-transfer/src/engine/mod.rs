@@ -32,7 +32,7 @@ use crate::verify::{Verifier, Verify};
 use lane::Lane;
 pub use state::Completion;
 pub(crate) use state::JobIds;
-use state::{State, lane};
+use state::{State, Until, lane};
 pub use stats::{KindStats, Stats};
 
 /// How long a shutdown waits for its threads once they have been told to give up. A step of the host
@@ -93,24 +93,25 @@ pub struct Engine {
 /// unmapped when they have ended.
 #[derive(Debug)]
 struct Shared {
-    layout: KvLayout,
+    layout: Arc<KvLayout>,
     verifier: Verifier,
     state: Mutex<State>,
     /// Wakes a direction's thread: it has something to start, or the engine is closing.
     wake: [Condvar; 2],
-    /// A job or a thread has ended.
+    /// A job or a thread has ended, or a job's copies are all enqueued.
     ended: Condvar,
     /// Everything live is to be given up. Set while `state` is locked.
     abandoning: AtomicBool,
 }
 
 impl Engine {
-    /// Starts the two threads. `backends` copy stores and loads, in this order.
+    /// Starts the two threads. `backends` copy stores and loads, in this order; they may keep clones of
+    /// the layout.
     ///
     /// # Errors
     /// A region that is not the layout's, a limit of 0, or a thread that the system refused.
     pub fn start(
-        layout: KvLayout,
+        layout: Arc<KvLayout>,
         region: &Arc<Region>,
         backends: [Box<dyn Backend>; 2],
         config: &EngineConfig,
@@ -217,19 +218,37 @@ impl Engine {
     /// Some have not ended in time. They are not done: their ends will be reported when they come,
     /// and until then no new job may name their slots.
     pub fn wait(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
+        self.wait_until(jobs, timeout, Until::Ended)
+    }
+
+    /// As [`Engine::wait`], but a job need not be over if all its copies are in the device's queues:
+    /// whatever is put into those queues later finds them done. Until then these jobs, and those that
+    /// hold them back, go before others, and their backends do not spread them over time.
+    ///
+    /// # Errors
+    /// Some have got to neither in time; as with [`Engine::wait`].
+    pub fn wait_enqueued(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
+        self.wait_until(jobs, timeout, Until::Enqueued)
+    }
+
+    fn wait_until(&self, jobs: &[u64], timeout: Duration, until: Until) -> Result<(), WaitTimeout> {
         let started = Instant::now();
         let mut left = jobs.to_vec();
         left.sort_unstable();
         left.dedup();
         let mut state = self.shared.state.lock();
-        while state.any_live(&mut left) {
+        if until == Until::Enqueued && state.any_awaited(&mut left, until) {
+            state.rush(&left);
+            self.shared.wake_workers(&state);
+        }
+        while state.any_awaited(&mut left, until) {
             if self
                 .shared
                 .wait_for_end(&mut state, started.checked_add(timeout))
             {
                 continue;
             }
-            left.retain(|&job| state.is_live(job));
+            left.retain(|&job| state.is_awaited(job, until));
             if left.is_empty() {
                 break;
             }
@@ -322,13 +341,24 @@ impl Shared {
     fn finish(&self, job: u64, bytes: u64, seconds: f64, outcome: Result<(), CopyError>) {
         let mut state = self.state.lock();
         state.finish(job, bytes, seconds, outcome);
+        self.wake_workers(&state);
+        drop(state);
+        self.ended.notify_all();
+    }
+
+    /// Notes that all copies of these jobs are in the device's queues.
+    fn enqueued(&self, jobs: &[u64]) {
+        self.state.lock().enqueued(jobs);
+        self.ended.notify_all();
+    }
+
+    /// Wakes the directions that have something to do.
+    fn wake_workers(&self, state: &State) {
         for kind in [JobKind::Store, JobKind::Load] {
-            if state.can_start(kind) {
+            if state.has_work(kind) {
                 self.wake[lane(kind)].notify_one();
             }
         }
-        drop(state);
-        self.ended.notify_all();
     }
 
     fn wake_all(&self) {

@@ -53,7 +53,7 @@ impl JobIds {
         }
     }
 
-    pub(super) fn geometry(&self) -> Geometry<'_> {
+    pub(crate) fn geometry(&self) -> Geometry<'_> {
         Geometry {
             block_ids: &self.block_ids,
             group_sizes: &self.group_sizes,
@@ -70,20 +70,67 @@ struct Live {
     order: u64,
     ids: Arc<JobIds>,
     submitted: Instant,
-    /// Jobs it waits for.
-    blockers: usize,
+    phase: Phase,
+    /// Jobs it waited for when it was submitted, and how many of them are live.
+    blockers: Vec<u64>,
+    blocked_by: usize,
     /// Jobs that wait for it.
     dependents: Vec<u64>,
     /// A wait for it has timed out, so that its slots are quarantined.
     overdue: bool,
+    /// Somebody waits until its copies are in the device's queues.
+    rushed: bool,
+}
+
+/// How far a live job has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// It waits for other jobs.
+    Held,
+    /// It is in the queue of its direction.
+    Ready,
+    /// Its direction's thread has it.
+    Started,
+    /// All its copies are in the device's queues.
+    Enqueued,
+}
+
+/// A job that a thread is to start.
+#[derive(Debug)]
+pub(super) struct Start {
+    pub(super) job: u64,
+    pub(super) ids: Arc<JobIds>,
+    /// Somebody waits for its copies to be in the device's queues.
+    pub(super) rushed: bool,
+}
+
+/// Jobs of one direction that may start, as (order, job).
+#[derive(Debug, Default)]
+struct Queue {
+    /// How many there are. The heaps may name others: a job that is rushed while it waits is put
+    /// into the other heap, too, and left in the first.
+    jobs: usize,
+    rushed: BinaryHeap<Reverse<(u64, u64)>>,
+    ready: BinaryHeap<Reverse<(u64, u64)>>,
+    /// Started jobs that the backend is to hurry up.
+    to_rush: Vec<u64>,
+}
+
+/// What a wait waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Until {
+    /// The job is over.
+    Ended,
+    /// The job is over, or its copies are in the device's queues.
+    Enqueued,
 }
 
 /// See the module's description.
 #[derive(Debug)]
 pub(super) struct State {
     live: HashMap<u64, Live>,
-    /// Startable jobs as (order, job), per direction.
-    ready: [BinaryHeap<Reverse<(u64, u64)>>; 2],
+    /// Per direction.
+    queues: [Queue; 2],
     slots: Fence,
     blocks: Fence,
     /// False only in a test that shows what the fence is for.
@@ -115,7 +162,7 @@ impl State {
     pub(super) fn new(max_jobs: usize, fences: bool) -> Self {
         Self {
             live: HashMap::new(),
-            ready: Default::default(),
+            queues: Default::default(),
             slots: Fence::new(),
             blocks: Fence::new(),
             fences,
@@ -181,39 +228,117 @@ impl State {
 
         self.submits += 1;
         let order = self.submits;
-        if blockers.is_empty() {
-            self.ready[lane(kind)].push(Reverse((order, job)));
-        } else {
-            self.stats.fence_waits += 1;
-        }
+        let can_start = blockers.is_empty();
         let live = Live {
             kind,
             order,
             ids: Arc::new(ids),
             submitted: Instant::now(),
-            blockers: blockers.len(),
+            phase: Phase::Held,
+            blocked_by: blockers.len(),
+            blockers,
             dependents: Vec::new(),
             overdue: false,
+            rushed: false,
         };
         self.live.insert(job, live);
+        if can_start {
+            self.make_ready(job);
+        } else {
+            self.stats.fence_waits += 1;
+        }
         let stats = self.kind_stats(kind);
         stats.live += 1;
         stats.live_peak = stats.live_peak.max(stats.live);
-        Ok(blockers.is_empty())
+        Ok(can_start)
+    }
+
+    /// A job waits for nobody any more.
+    fn make_ready(&mut self, job: u64) {
+        let Some(live) = self.live.get_mut(&job) else {
+            return;
+        };
+        live.phase = Phase::Ready;
+        let queue = &mut self.queues[lane(live.kind)];
+        queue.jobs += 1;
+        let heap = match live.rushed {
+            true => &mut queue.rushed,
+            false => &mut queue.ready,
+        };
+        heap.push(Reverse((live.order, job)));
     }
 
     /// The next job of a direction that may start.
-    pub(super) fn start(&mut self, kind: JobKind) -> Option<(u64, Arc<JobIds>)> {
-        let Reverse((_, job)) = self.ready[lane(kind)].pop()?;
-        let live = self.live.get(&job)?;
-        let (ids, waited) = (Arc::clone(&live.ids), live.submitted.elapsed());
-        self.kind_stats(kind).queued_us += waited.as_micros() as u64;
-        Some((job, ids))
+    pub(super) fn start(&mut self, kind: JobKind) -> Option<Start> {
+        let queue = &mut self.queues[lane(kind)];
+        loop {
+            let next = queue.rushed.pop().or_else(|| queue.ready.pop());
+            let Reverse((order, job)) = next?;
+            // Not one that was started out of the other heap, nor a later job of the same id.
+            let Some(live) = self.live.get_mut(&job).filter(|live| live.order == order) else {
+                continue;
+            };
+            if live.phase != Phase::Ready {
+                continue;
+            }
+            live.phase = Phase::Started;
+            queue.jobs -= 1;
+            let start = Start {
+                job,
+                ids: Arc::clone(&live.ids),
+                rushed: live.rushed,
+            };
+            let waited = live.submitted.elapsed().as_micros() as u64;
+            self.kind_stats(kind).queued_us += waited;
+            return Some(start);
+        }
     }
 
-    /// Whether a job of the direction could start.
-    pub(super) fn can_start(&self, kind: JobKind) -> bool {
-        !self.ready[lane(kind)].is_empty()
+    /// Whether a direction's thread has something to do for a job it does not know of.
+    pub(super) fn has_work(&self, kind: JobKind) -> bool {
+        let queue = &self.queues[lane(kind)];
+        queue.jobs > 0 || !queue.to_rush.is_empty()
+    }
+
+    /// Somebody waits until the copies of these jobs are in the device's queues: they, and those that
+    /// hold them back, go first.
+    pub(super) fn rush(&mut self, jobs: &[u64]) {
+        let mut jobs = jobs.to_vec();
+        while let Some(job) = jobs.pop() {
+            let Some(live) = self.live.get_mut(&job) else {
+                continue;
+            };
+            if std::mem::replace(&mut live.rushed, true) {
+                continue;
+            }
+            let queue = &mut self.queues[lane(live.kind)];
+            match live.phase {
+                Phase::Held => jobs.extend(&live.blockers),
+                Phase::Ready => queue.rushed.push(Reverse((live.order, job))),
+                Phase::Started => queue.to_rush.push(job),
+                Phase::Enqueued => {}
+            }
+        }
+    }
+
+    /// The next started job of a direction that its backend is to hurry up.
+    pub(super) fn next_rush(&mut self, kind: JobKind) -> Option<u64> {
+        while let Some(job) = self.queues[lane(kind)].to_rush.pop() {
+            let live = self.live.get(&job);
+            if live.is_some_and(|live| live.phase == Phase::Started) {
+                return Some(job);
+            }
+        }
+        None
+    }
+
+    /// All copies of these jobs are in the device's queues.
+    pub(super) fn enqueued(&mut self, jobs: &[u64]) {
+        for job in jobs {
+            if let Some(live) = self.live.get_mut(job) {
+                live.phase = Phase::Enqueued;
+            }
+        }
     }
 
     /// Whether a direction has jobs that have not ended.
@@ -240,9 +365,9 @@ impl State {
         self.blocks.leave(job);
         for dependent in live.dependents {
             if let Some(waiting) = self.live.get_mut(&dependent) {
-                waiting.blockers -= 1;
-                if waiting.blockers == 0 {
-                    self.ready[lane(waiting.kind)].push(Reverse((waiting.order, dependent)));
+                waiting.blocked_by -= 1;
+                if waiting.blocked_by == 0 {
+                    self.make_ready(dependent);
                 }
             }
         }
@@ -294,13 +419,16 @@ impl State {
         Some(failure)
     }
 
-    pub(super) fn is_live(&self, job: u64) -> bool {
-        self.live.contains_key(&job)
+    /// Whether a wait for the job has to go on.
+    pub(super) fn is_awaited(&self, job: u64, until: Until) -> bool {
+        let live = self.live.get(&job);
+        live.is_some_and(|live| until == Until::Ended || live.phase != Phase::Enqueued)
     }
 
-    /// Whether any of the jobs is live; those found at the list's end that are not are dropped.
-    pub(super) fn any_live(&self, jobs: &mut Vec<u64>) -> bool {
-        while jobs.pop_if(|job| !self.is_live(*job)).is_some() {}
+    /// Whether a wait for any of the jobs has to go on; those found at the list's end for which it
+    /// has not are dropped.
+    pub(super) fn any_awaited(&self, jobs: &mut Vec<u64>, until: Until) -> bool {
+        while jobs.pop_if(|job| !self.is_awaited(*job, until)).is_some() {}
         !jobs.is_empty()
     }
 

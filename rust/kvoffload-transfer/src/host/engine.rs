@@ -80,6 +80,7 @@ impl HostEngine {
             slot_bytes,
             Region::slots_per_piece(slot_bytes),
         )?;
+        let layout = Arc::new(layout);
         let region = Arc::new(Region::new(num_slots, slot_bytes)?);
         let addresses: Vec<usize> = tensors.iter().map(|tensor| tensor.address).collect();
         // SAFETY: passed on to the caller; the addresses are in the layout's order.
@@ -135,6 +136,15 @@ impl HostEngine {
     /// Some have not ended in time.
     pub fn wait(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
         self.0.wait(jobs, timeout)
+    }
+
+    /// Blocks until the copies of these jobs are over, or in the device's queues; see
+    /// [`Engine::wait_enqueued`].
+    ///
+    /// # Errors
+    /// Some have got to neither in time.
+    pub fn wait_enqueued(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
+        self.0.wait_enqueued(jobs, timeout)
     }
 
     /// Ends the engine and unmaps the region; see [`Engine::shutdown`].

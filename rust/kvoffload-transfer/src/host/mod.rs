@@ -7,18 +7,17 @@ pub mod engine;
 pub mod faults;
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::KvLayout;
-use kvoffload_core::plan::CopyRun;
+use kvoffload_core::plan::{CopyRun, RunCursor};
 use kvoffload_core::pool::Slot;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::backend::{Backend, Ended, Poll, Work};
+use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::{CopyError, StartError};
 use crate::region::Region;
 use faults::{FaultPlan, Injector, JobFaults, LoadFault};
@@ -34,6 +33,7 @@ pub type KeepAlive = Box<dyn Any + Send + Sync>;
 
 /// Memory of both sides, shared by the two directions.
 pub(crate) struct HostMemory {
+    layout: Arc<KvLayout>,
     tensors: Vec<Tensor>,
     region: Arc<Region>,
     loads: LoadFault,
@@ -55,7 +55,7 @@ impl HostMemory {
     /// written while `keep_alive` lives. While a job is live nobody else writes the blocks it reads
     /// or touches the blocks it writes.
     pub(crate) unsafe fn new(
-        layout: &KvLayout,
+        layout: &Arc<KvLayout>,
         addresses: &[usize],
         region: Arc<Region>,
         keep_alive: Option<KeepAlive>,
@@ -81,6 +81,7 @@ impl HostMemory {
             });
         }
         Ok(Self {
+            layout: Arc::clone(layout),
             tensors,
             region,
             loads,
@@ -192,9 +193,7 @@ struct Running {
     /// Not before this moment.
     resume: Instant,
     started: Option<Instant>,
-    /// Next run, and how many bytes of it are done.
-    run: usize,
-    within: u64,
+    /// Bytes that are copied.
     moved: u64,
     half_way: bool,
 }
@@ -206,8 +205,6 @@ impl Running {
             faults,
             resume: Instant::now() + faults.pause_before,
             started: None,
-            run: 0,
-            within: 0,
             moved: 0,
             half_way: false,
         }
@@ -223,12 +220,14 @@ impl Running {
             return Ok(Some(Poll::After(self.resume - now)));
         }
         self.started.get_or_insert(now);
-        let total = self.work.plan.bytes;
+        let total = self.work.bytes;
         let stop = if self.half_way { total } else { total / 2 };
         self.copy(kind, memory, STEP_BYTES.min(stop - self.moved))?;
         if self.moved == stop && !self.half_way {
             if self.faults.fail && total > 0 {
-                return Err(self.failed(memory, "an injected fault".to_owned()));
+                let next = self.work.next_run(&memory.layout, 1);
+                let next = next.expect("a job with bytes has some left half-way");
+                return Err(self.failed(memory, next, "an injected fault".to_owned()));
             }
             self.half_way = true;
             self.resume = Instant::now() + self.faults.pause_half_way;
@@ -242,33 +241,23 @@ impl Running {
         let _alone = memory.alone();
         let target = self.moved + bytes;
         while self.moved < target {
-            let run = self.work.plan.runs[self.run];
-            let part = CopyRun {
-                device_offset: run.device_offset + self.within,
-                region_offset: run.region_offset + self.within,
-                bytes: (target - self.moved).min(run.bytes - self.within),
-                ..run
-            };
+            let run = self.work.next_run(&memory.layout, target - self.moved);
+            let run = run.expect("the runs of a job have all its bytes");
             let copied = match (kind, memory.loads) {
-                (JobKind::Store, _) | (JobKind::Load, LoadFault::Copy) => memory.copy(kind, part),
+                (JobKind::Store, _) | (JobKind::Load, LoadFault::Copy) => memory.copy(kind, run),
                 (JobKind::Load, LoadFault::Nothing) => Ok(()),
-                (JobKind::Load, LoadFault::Neighbour) => memory.copy_neighbours(part),
+                (JobKind::Load, LoadFault::Neighbour) => memory.copy_neighbours(run),
             };
-            copied.map_err(|reason| self.failed(memory, reason))?;
-            self.moved += part.bytes;
-            self.within += part.bytes;
-            if self.within == run.bytes {
-                (self.run, self.within) = (self.run + 1, 0);
-            }
+            copied.map_err(|reason| self.failed(memory, run, reason))?;
+            self.moved += run.bytes;
         }
         Ok(())
     }
 
-    /// The error of a copy that fails where this one is now.
-    fn failed(&self, memory: &HostMemory, reason: String) -> CopyError {
-        let at = self.work.plan.runs[self.run].region_offset + self.within;
-        // The plan's offsets are inside the region, whose slots have 32-bit numbers.
-        let slot = Slot::new((at / memory.region.slot_bytes()) as u32);
+    /// The error of a copy that fails at this run.
+    fn failed(&self, memory: &HostMemory, run: CopyRun, reason: String) -> CopyError {
+        // A run's offsets are inside the region, whose slots have 32-bit numbers.
+        let slot = Slot::new((run.region_offset / memory.region.slot_bytes()) as u32);
         CopyError::Failed {
             job: self.work.job,
             slot,
@@ -285,7 +274,7 @@ impl Backend for HostBackend {
         Ok(())
     }
 
-    fn poll(&mut self, ended: &mut VecDeque<Ended>) -> Poll {
+    fn poll(&mut self, progress: &mut Progress) -> Poll {
         // The job stays in `self` while it is worked on, so that a panic does not lose it.
         let Some(running) = &mut self.running else {
             return Poll::After(STALLED);
@@ -300,7 +289,7 @@ impl Backend for HostBackend {
             .map_or(0.0, |started| started.elapsed().as_secs_f64());
         self.corrupt = running.faults.corrupt;
         let work = self.running.take().map(|running| running.work);
-        ended.extend(work.map(|work| Ended {
+        progress.ended.extend(work.map(|work| Ended {
             work,
             seconds,
             outcome,
@@ -309,8 +298,9 @@ impl Backend for HostBackend {
     }
 
     fn retire(&mut self, work: &Work) {
+        let layout = &*self.memory.layout;
         if std::mem::take(&mut self.corrupt)
-            && let Some(run) = work.plan.runs.first()
+            && let Some(run) = RunCursor::default().next(layout, &work.geometry(), 1)
         {
             self.memory.flip(run.region_offset);
         }

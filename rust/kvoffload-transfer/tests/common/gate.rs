@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use kvoffload_core::layout::KvLayout;
-use kvoffload_transfer::backend::{Backend, Ended, Poll, Work};
+use kvoffload_transfer::backend::{Backend, Ended, Poll, Progress, Work};
 use kvoffload_transfer::{CopyError, Engine, EngineConfig, JobKind, Region};
 use parking_lot::{Condvar, Mutex};
 
@@ -102,7 +102,7 @@ impl Backend for GateBackend {
         Ok(())
     }
 
-    fn poll(&mut self, ended: &mut VecDeque<Ended>) -> Poll {
+    fn poll(&mut self, progress: &mut Progress) -> Poll {
         for _ in 0..self.held.len() {
             let Some(work) = self.held.pop_front() else {
                 break;
@@ -113,7 +113,7 @@ impl Backend for GateBackend {
             };
             if open {
                 let job = work.job;
-                ended.push_back(Ended {
+                progress.ended.push_back(Ended {
                     work,
                     seconds: 0.0,
                     outcome: Ok(()),
@@ -161,7 +161,7 @@ impl GateRig {
                 depth,
             })
         });
-        let engine = Engine::start(layout.unwrap(), &region, backends, config).unwrap();
+        let engine = Engine::start(Arc::new(layout.unwrap()), &region, backends, config).unwrap();
         Self { gates, engine }
     }
 

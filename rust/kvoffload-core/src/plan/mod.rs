@@ -1,12 +1,16 @@
 //! From (blocks, slots) to the copies that move them: checked, then merged.
 //!
-//! The same plan serves both directions; the caller decides which side is read.
+//! The same copies serve both directions; the caller decides which side is read. A job of many blocks
+//! has too many of them to keep, so a [`RunCursor`] makes them one by one when they are due.
+
+mod cursor;
 
 use thiserror::Error;
 
 use crate::jobs::JobKind;
-use crate::layout::{KvLayout, PlacedRef};
+use crate::layout::KvLayout;
 use crate::pool::Slot;
+pub use cursor::RunCursor;
 
 /// Which blocks and which slots one job is about, in vLLM's shape.
 ///
@@ -97,7 +101,7 @@ pub enum PlanError {
 }
 
 impl Geometry<'_> {
-    /// Checks shape and bounds: everything that [`CopyPlan::build_into`] relies on.
+    /// Checks shape and bounds: everything that a [`RunCursor`] relies on.
     pub fn check(&self, layout: &KvLayout) -> Result<(), PlanError> {
         let groups = layout.num_groups();
         for (field, given) in [
@@ -188,6 +192,16 @@ impl Geometry<'_> {
                 blocks_differ(layout, scratch)
             }
         }
+    }
+
+    /// Bytes that the job copies; the geometry must have been checked.
+    pub fn bytes(&self, layout: &KvLayout) -> u64 {
+        let per_chunk = u64::from(layout.blocks_per_chunk());
+        let block_bytes = |group| layout.chunk_bytes(group) / per_chunk;
+        let sizes = self.group_sizes.iter().enumerate();
+        sizes
+            .map(|(group, &size)| u64::from(size) * block_bytes(group))
+            .sum()
     }
 
     /// What the job does with each of its chunks, in the order of `slots`.
@@ -290,11 +304,10 @@ pub struct CopyRun {
     pub bytes: u64,
 }
 
-/// The copies of one job.
+/// The copies of one job, all at once: for tests and whoever wants to look at them.
 #[derive(Clone, Debug, Default)]
 pub struct CopyPlan {
-    /// Group after group, ref after ref, block after block. What is adjacent on both sides is one
-    /// run, unless a border between two pieces lies between.
+    /// In the order of a [`RunCursor`], each as long as can be.
     pub runs: Vec<CopyRun>,
     /// Sum of the runs' bytes.
     pub bytes: u64,
@@ -310,60 +323,10 @@ impl CopyPlan {
         self.runs.clear();
         self.bytes = 0;
         geometry.check(layout)?;
-        let mut slots = geometry.slots;
-        for span in geometry.spans(layout) {
-            let (own, rest) = slots.split_at(span.chunks as usize);
-            slots = rest;
-            let blocks = &geometry.block_ids[span.blocks];
-            for page in layout.refs(span.group) {
-                self.add(layout, page, blocks, span.skip, own);
-            }
-        }
+        let mut cursor = RunCursor::default();
+        let runs = std::iter::from_fn(|| cursor.next(layout, geometry, u64::MAX));
+        self.runs.extend(runs);
+        self.bytes = geometry.bytes(layout);
         Ok(())
-    }
-
-    /// Adds the copies of one ref's pages.
-    fn add(
-        &mut self,
-        layout: &KvLayout,
-        page: &PlacedRef,
-        mut blocks: &[u32],
-        skip: usize,
-        slots: &[Slot],
-    ) {
-        let mut first = skip;
-        for &slot in slots {
-            let here = blocks.len().min(layout.blocks_per_chunk() as usize - first);
-            let (chunk, rest) = blocks.split_at(here);
-            let start = layout.slot_offset(slot) + page.offset;
-            for (sub_block, &block) in (first as u64..).zip(chunk) {
-                self.push(
-                    layout.piece_bytes(),
-                    CopyRun {
-                        tensor: page.tensor,
-                        device_offset: u64::from(block) * page.block_stride,
-                        region_offset: start + sub_block * page.page_bytes,
-                        bytes: page.page_bytes,
-                    },
-                );
-            }
-            (blocks, first) = (rest, 0);
-        }
-    }
-
-    /// Appends `run` or makes it part of the last one.
-    fn push(&mut self, piece_bytes: u64, run: CopyRun) {
-        self.bytes += run.bytes;
-        if let Some(last) = self.runs.last_mut()
-            && last.tensor == run.tensor
-            && last.device_offset + last.bytes == run.device_offset
-            && last.region_offset + last.bytes == run.region_offset
-            // A page lies in one slot and a slot in one piece, so only a run's start can be a border.
-            && !run.region_offset.is_multiple_of(piece_bytes)
-        {
-            last.bytes += run.bytes;
-        } else {
-            self.runs.push(run);
-        }
     }
 }
