@@ -5,16 +5,19 @@ from 0 to `num_slots - 1`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self, final
+from typing import Any, Self, final
 
 from typing_extensions import Buffer
 
 __all__ = [
+    "CudaWorker",
     "HostWorker",
     "KeyList",
     "Manager",
     "Request",
     "build_info",
+    "cuda_available",
+    "cuda_unavailable_reason",
     "machine_memory",
     "slot_bytes",
 ]
@@ -246,8 +249,145 @@ class HostWorker:
     def stats(self) -> dict[str, int]:
         """Counts of jobs, bytes and faults."""
 
+@final
+class CudaWorker:
+    """One rank's pinned host region, and the threads that copy between it and a GPU."""
+
+    def __new__(
+        cls,
+        tensors: Sequence[tuple[int, int, int, int]],
+        groups: Sequence[Sequence[tuple[int, int]]],
+        *,
+        device: int,
+        blocks_per_chunk: int,
+        num_slots: int,
+        slot_bytes: int,
+        keep_alive: object = None,
+        verify: str = "off",
+        verify_sample: int = 16,
+        wait_timeout_s: float = 60.0,
+        copy_path: str = "auto",
+        staging_bytes: int = ...,
+        pinning: str = "register",
+        kernel_blocks: int | None = None,
+        faults: dict[str, object] | None = None,
+    ) -> Self:
+        """Makes the region and starts the threads; memory is registered in the background.
+
+        Args:
+            tensors: as for `HostWorker`, with addresses in the device's memory.
+            groups: as for `HostWorker`.
+            device: number of the device, as PyTorch numbers it.
+            blocks_per_chunk: GPU blocks of one chunk.
+            num_slots: slots of the region.
+            slot_bytes: bytes of one slot, at least what `slot_bytes` gives.
+            keep_alive: kept until the threads have ended, such as the tensors.
+            verify: `off`, `sample` or `all`: which loads are checked against the stored bytes.
+            verify_sample: with `sample`, one slot of so many is checked.
+            wait_timeout_s: how long `wait` waits.
+            copy_path: `direct`, `staged`, or `auto` for the faster one by a measurement at start.
+            staging_bytes: device memory of the staged path (64 MiB); 0 for none.
+            pinning: `register` the region's pages, have the driver `allocate` them, or `none`.
+            kernel_blocks: multiprocessors that the staging kernel uses, for measurements.
+            faults: faults to inject, for tests.
+
+        Raises:
+            CudaUnavailableError: there is no driver or device, or the driver is too old.
+            ConfigError: the layout or a value makes no sense.
+            CapacityError: there is not enough memory.
+        """
+
+    def submit_store(
+        self,
+        job_id: int,
+        block_ids: Buffer,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        slots: Buffer,
+        stream: int,
+    ) -> None:
+        """Starts copying blocks to slots, after everything that is on the stream by now.
+
+        Args:
+            job_id: a number that no unfinished job has.
+            block_ids: GPU blocks, group after group (32 or 64-bit integers).
+            group_sizes: blocks of each group.
+            block_indices: logical index of the first block of each group in its request.
+            slots: one slot for each chunk, group after group (32 or 64-bit integers).
+            stream: handle of a stream of the device; 0 is the default stream.
+
+        Raises:
+            InvalidJobError: the job does not fit the layout; nothing was submitted.
+            EngineClosedError: after `shutdown`, or after the CUDA context was lost.
+            TransferError: the driver refused to record an event; nothing was submitted.
+        """
+
+    def submit_load(
+        self,
+        job_id: int,
+        slots: Buffer,
+        block_ids: Buffer,
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Starts copying slots to blocks; arguments and errors as for `submit_store`."""
+
+    def take_finished(self) -> list[tuple[int, bool, int, float]]:
+        """Job, whether it is a store, bytes and seconds of what is over since the last call.
+
+        Raises:
+            TransferError: a job failed. Each failure is raised once; what succeeded comes with the
+                next call.
+        """
+
+    def wait(self, job_ids: Iterable[int], stream: int | None = None) -> None:
+        """Waits until jobs are over; unknown ids are ignored. They stay in `take_finished`.
+
+        With a stream it only waits until their copies are in the device's queues, and has the
+        stream wait for them: what is put on it afterwards finds them done.
+
+        Raises:
+            TransferTimeoutError: they were not over in time.
+        """
+
+    def shutdown(self) -> tuple[list[int], int]:
+        """Lets running copies end, ends the threads and gives the memory back.
+
+        Copies that do not end within `wait_timeout_s` (10 seconds at most) are given up.
+
+        Returns:
+            The jobs that were given up, and how many threads could not be ended.
+        """
+
+    def stats(self) -> dict[str, int]:
+        """Counts of jobs, bytes, paths and faults.
+
+        Those of `HostWorker`, and `direct_jobs`, `staged_jobs`, `retries`, `pieces`,
+        `registration_waits`, `registered_bytes`, `region_bytes` and `device_lost`.
+        """
+
+    def take_notices(self) -> list[str]:
+        """What an operator should read, each text once."""
+
+    def calibration(self) -> dict[str, Any]:
+        """What was measured at the start.
+
+        `device` and `staging`; and unless the path was set: `seconds`, `fragment_bytes`, and for
+        `store` and `load` the rates `direct` and `staged` in bytes per second, and the `path` that
+        a long job takes, for each fragment size.
+        """
+
+def cuda_available() -> bool:
+    """Whether a CUDA driver and a device are there. Makes no context."""
+
+def cuda_unavailable_reason() -> str | None:
+    """Why CUDA cannot be used here; None where it can."""
+
 def slot_bytes(groups: Sequence[Sequence[tuple[int, int]]], blocks_per_chunk: int) -> int:
     """Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.
+
+    From 256 KiB on, in whole pages of 4096.
 
     Args:
         groups: as for `HostWorker`.

@@ -24,15 +24,34 @@ from kvoffload_rs.values import (
 POLICIES = ("lru", "arc")
 VERIFY_MODES = ("off", "sample", "all")
 LOAD_FAULTS = ("copy", "nothing", "neighbour")
-FAULT_KEYS = (
-    "seed",
-    "max_delay_us",
-    "loads",
-    "fail_every_store",
-    "fail_every_load",
-    "stall_job",
-    "corrupt_every_store",
+COPY_PATHS = ("auto", "direct", "staged")
+PINNING_MODES = ("register", "allocate", "none")
+
+#: Faults that the host backend can inject, and those that the CUDA backend can.
+HOST_FAULT_KEYS = frozenset(
+    {
+        "seed",
+        "max_delay_us",
+        "loads",
+        "fail_every_store",
+        "fail_every_load",
+        "stall_job",
+        "corrupt_every_store",
+    }
 )
+CUDA_FAULT_KEYS = frozenset(
+    {
+        "loads",
+        "fail_every_store",
+        "fail_every_load",
+        "fail_path",
+        "skip_compute_wait",
+        "skip_staging_wait",
+        "skip_stream_wait",
+        "keep_capture_mode",
+    }
+)
+FAULT_KEYS = HOST_FAULT_KEYS | CUDA_FAULT_KEYS
 
 #: Keys that `Settings.parse` reads. Some are vLLM's too, which reads them itself.
 OUR_KEYS = frozenset(
@@ -40,16 +59,19 @@ OUR_KEYS = frozenset(
         "block_size",
         "blocks_per_chunk",
         "canonical_layout",
+        "copy_path",
         "cpu_bytes_to_use",
         "eviction_policy",
         "fault_injection",
         "max_tracker_size",
         "offload_prompt_only",
         "partial_admission",
+        "pinning",
         "secondary_tiers",
         "self_describing_kv_events",
         "spec_module_path",
         "spec_name",
+        "staging_bytes",
         "store_threshold",
         "verify",
         "verify_sample",
@@ -64,6 +86,8 @@ _MAX_SLOTS = 2**30
 #: The most keys whose offers the core counts; they take 72 bytes each.
 _MAX_TRACKED = 2**24
 _SLOT_ALIGNMENT = 64
+_PAGE_ALIGNMENT = 4096
+_LARGE_SLOT = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -84,6 +108,9 @@ class Settings:
         verify_sample: with `verify=sample`, one slot of so many is checked.
         wait_timeout_s: how long vLLM's wait for a transfer may take.
         write_deadline_s: after so long, a chunk whose store never completed counts as absent.
+        copy_path: on a GPU, how copies are made: `auto`, `direct` or `staged`.
+        staging_bytes: GPU memory that the staged path may use; 0 for none.
+        pinning: on a GPU, how host memory is pinned: `register`, `allocate` or `none`.
         fault_injection: faults for tests, or None.
     """
 
@@ -100,6 +127,9 @@ class Settings:
     verify_sample: int = 16
     wait_timeout_s: float = 60.0
     write_deadline_s: float = 600.0
+    copy_path: str = "auto"
+    staging_bytes: int = 64 << 20
+    pinning: str = "register"
     fault_injection: Mapping[str, Any] | None = None
 
     @classmethod
@@ -120,7 +150,14 @@ class Settings:
             settings["cpu_bytes"] = parse_bytes(
                 "cpu_bytes_to_use", given["cpu_bytes_to_use"], memory
             )
-        for key, choices in (("eviction_policy", POLICIES), ("verify", VERIFY_MODES)):
+        if "staging_bytes" in given:
+            settings["staging_bytes"] = _parse_staging(given["staging_bytes"])
+        for key, choices in (
+            ("eviction_policy", POLICIES),
+            ("verify", VERIFY_MODES),
+            ("copy_path", COPY_PATHS),
+            ("pinning", PINNING_MODES),
+        ):
             if key in given:
                 settings[key] = parse_choice(key, given[key], choices)
         for key, least, most in (
@@ -140,6 +177,13 @@ class Settings:
                 settings[key] = parse_seconds(key, given[key])
         if "fault_injection" in given:
             settings["fault_injection"] = _parse_faults(given["fault_injection"])
+        if settings.get("copy_path") == "staged" and settings.get("staging_bytes") == 0:
+            raise ConfigError(
+                'copy_path is "staged" but staging_bytes is 0',
+                field="staging_bytes",
+                value=0,
+                hint="Leave staging_bytes out, or use another copy_path.",
+            )
         if "block_size" in settings and "blocks_per_chunk" in settings:
             raise ConfigError(
                 "block_size and blocks_per_chunk are both given",
@@ -228,7 +272,9 @@ def plan_capacity(
             value=cpu_bytes,
             hint="Remove the KV offloading settings for this model.",
         )
-    slot_bytes = _round_up(bytes_per_block * blocks_per_chunk, _SLOT_ALIGNMENT)
+    chunk_bytes = bytes_per_block * blocks_per_chunk
+    large = chunk_bytes >= _LARGE_SLOT
+    slot_bytes = _round_up(chunk_bytes, _PAGE_ALIGNMENT if large else _SLOT_ALIGNMENT)
     need = slot_bytes * world_size
     need_text = f"one slot needs {need} bytes ({slot_bytes} on each of {world_size} rank(s))"
     if cpu_bytes is None:
@@ -309,6 +355,20 @@ def _refuse_unsupported(extra: Mapping[str, Any]) -> None:
         )
 
 
+def _parse_staging(value: object) -> int:
+    """0, or enough for a ring of useful chunks in both directions."""
+    field = "staging_bytes"
+    staging = 0 if value in (0, "0") else parse_bytes(field, value, None)
+    if staging and not 2 << 20 <= staging <= 8 << 30:
+        raise ConfigError(
+            f"{field} is {staging}",
+            field=field,
+            value=value,
+            hint="Give 2 MiB to 8 GiB, or 0 for no staging.",
+        )
+    return staging
+
+
 def _parse_faults(value: object) -> Mapping[str, Any] | None:
     field = "fault_injection"
     if isinstance(value, str):
@@ -327,10 +387,12 @@ def _parse_faults(value: object) -> Mapping[str, Any] | None:
                 f"unknown key {key!r} in {field}",
                 field=field,
                 value=dict(value),
-                hint=f"It may hold {', '.join(FAULT_KEYS)}.",
+                hint=f"It may hold {', '.join(sorted(FAULT_KEYS))}.",
             )
         if key == "loads":
             faults[key] = parse_choice(f"{field}.loads", setting, LOAD_FAULTS)
+        elif key == "fail_path":
+            faults[key] = parse_choice(f"{field}.fail_path", setting, COPY_PATHS[1:])
         else:
             faults[key] = parse_int(f"{field}.{key}", setting, 0)
     return faults or None

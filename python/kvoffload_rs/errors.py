@@ -97,6 +97,10 @@ class WorkerExistsError(KvOffloadError):
     """This process already has a worker for the same engine and rank."""
 
 
+class CudaUnavailableError(KvOffloadError):
+    """There is no CUDA driver or device to use, or the driver is too old."""
+
+
 class EngineClosedError(KvOffloadError):
     """The worker was shut down."""
 
@@ -104,6 +108,7 @@ class EngineClosedError(KvOffloadError):
 __all__ = [
     "CapacityError",
     "ConfigError",
+    "CudaUnavailableError",
     "EngineClosedError",
     "InvalidJobError",
     "KeyNotReadyError",

@@ -21,10 +21,10 @@ from kvoffload_rs.errors import (
     TransferError,
     WorkerExistsError,
 )
-from kvoffload_rs.vllm import compat, worker
+from kvoffload_rs.vllm import compat, copies, worker
 from kvoffload_rs.vllm.manager import HostSlotsSpec
 from kvoffload_rs.vllm.worker import DirectionHandler, KvOffloadWorker
-from shapes import BYTES_PER_BLOCK, PAGE, gpu_blocks, kv_caches, make_spec
+from shapes import BYTES_PER_BLOCK, MEMORY, PAGE, gpu_blocks, kv_caches, make_spec
 from vllm.v1.kv_offload import base
 
 
@@ -168,22 +168,27 @@ def test_nothing_half_made_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CapacityError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            worker, "_core", SimpleNamespace(slot_bytes=_core.slot_bytes, HostWorker=fail)
-        )
+        patch.setattr(copies, "_core", SimpleNamespace(HostWorker=fail))
         for _ in range(2):
             with pytest.raises(CapacityError, match="no memory left"):
                 made.get_worker(kv_caches())
     made.get_worker(kv_caches()).shutdown()
 
 
-def test_a_gpu_is_refused_with_a_reason() -> None:
+def test_an_unknown_device_is_refused_with_a_reason() -> None:
     caches = kv_caches()
-    caches.tensors[1].tensor = torch.empty((8, PAGE), dtype=torch.int8, device="meta")
+    for canonical in caches.tensors:
+        canonical.tensor = torch.empty((8, PAGE), dtype=torch.int8, device="meta")
     with pytest.raises(ConfigError) as caught:
         make_spec().get_worker(caches)
     assert caught.value.field == "device"
     assert caught.value.value == "meta"
+
+
+def test_faults_of_the_other_backend_are_refused() -> None:
+    made = make_spec({"cpu_bytes_to_use": MEMORY, "fault_injection": {"fail_path": "staged"}})
+    with pytest.raises(ConfigError, match="fail_path"):
+        made.get_worker(kv_caches())
 
 
 def test_blocks_that_are_not_contiguous_are_refused() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from kvoffload_rs import _core
 from kvoffload_rs.config import Capacity, Settings
 from kvoffload_rs.errors import CapacityError, ConfigError, KvOffloadError, WorkerExistsError
-from kvoffload_rs.vllm import compat
+from kvoffload_rs.vllm import compat, copies
 
 _GPU_MEDIUM = "GPU"
 
@@ -76,7 +76,7 @@ class RankTransfers:
         self._loaded: list[Any] = []
         _claim(self._name, self)
         try:
-            self._core = _core.HostWorker(
+            self._core = copies.choose(tensors)(
                 [
                     (
                         canonical.tensor.data_ptr(),
@@ -87,19 +87,17 @@ class RankTransfers:
                     for canonical in kv_caches.tensors
                 ],
                 groups,
+                tensors,
+                settings,
                 blocks_per_chunk=blocks_per_chunk,
                 num_slots=capacity.num_slots,
                 slot_bytes=slot_bytes,
-                # The region's threads read and write through addresses: the tensors must live.
-                keep_alive=tensors,
-                verify=settings.verify,
-                verify_sample=settings.verify_sample,
-                wait_timeout_s=settings.wait_timeout_s,
-                faults=dict(settings.fault_injection) if settings.fault_injection else None,
             )
         except BaseException:
             _release(self._name, self)
             raise
+        compat.logger.info("kvoffload: rank %d: %s", rank, self._core.describe())
+        self._say()
 
     @property
     def closed(self) -> bool:
@@ -109,17 +107,13 @@ class RankTransfers:
     def submit_store(self, job_id: int, gpu: Any, host: Any) -> Literal[True]:
         """Starts copying GPU blocks to host slots. Raises if the job is invalid."""
         with _Loud("store", job_id):
-            self._core.submit_store(
-                job_id, gpu.block_ids, gpu.group_sizes, gpu.block_indices, host.block_ids
-            )
+            self._core.submit_store(job_id, gpu, host)
         return True
 
     def submit_load(self, job_id: int, host: Any, gpu: Any) -> Literal[True]:
         """Starts copying host slots to GPU blocks. Raises if the job is invalid."""
         with _Loud("load", job_id):
-            self._core.submit_load(
-                job_id, host.block_ids, gpu.block_ids, gpu.group_sizes, gpu.block_indices
-            )
+            self._core.submit_load(job_id, host, gpu)
         return True
 
     def finished(self, *, stores: bool = True, loads: bool = True) -> list[Any]:
@@ -129,6 +123,7 @@ class RankTransfers:
             stores: give the stores.
             loads: give the loads.
         """
+        self._say()
         with _Loud("transfer", None):
             finished = self._core.take_finished()
         for job_id, is_store, size, seconds in finished:
@@ -143,7 +138,10 @@ class RankTransfers:
         return done
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until the jobs are over; unknown ones are. Raises at the deadline."""
+        """Waits until the jobs are over; unknown ones are. Raises at the deadline.
+
+        On a GPU they are over for what is put on the current stream afterwards.
+        """
         with _Loud("wait", None):
             self._core.wait(job_ids)
 
@@ -165,6 +163,10 @@ class RankTransfers:
         """Counters of the Rust worker."""
         return self._core.stats()
 
+    def _say(self) -> None:
+        for text in self._core.take_notices():
+            compat.logger.warning("kvoffload: rank %d: %s", self._name[1], text)
+
 
 class KvOffloadWorker(compat.WorkerBase):
     """The transfers of one rank as vLLM from 0.26 on wants them."""
@@ -182,8 +184,8 @@ class KvOffloadWorker(compat.WorkerBase):
     ) -> bool:
         """Starts a copy from the host to the GPU.
 
-        `expedited` (0.33) asks not to queue behind other loads. The host backend has one queue of
-        loads, which is short because stores are not in it.
+        `expedited` (0.33) asks not to queue behind other loads. Loads wait for no
+        store, and long ones take turns: a new one is next.
         """
         return self.transfers.submit_load(job_id, src_spec, dst_spec)
 
@@ -243,14 +245,6 @@ def _result(job_id: int, is_store: bool, size: int, seconds: float) -> Any:
 
 
 def _check_tensor(tensor: Any) -> None:
-    device = tensor.device.type
-    if device != "cpu":
-        raise ConfigError(
-            f"the KV cache is on a {device} device",
-            field="device",
-            value=device,
-            hint="This version of kvoffload-rs copies on vLLM's CPU platform only.",
-        )
     if not tensor[:1].is_contiguous():
         raise ConfigError(
             f"a KV cache tensor has blocks that are not contiguous (shape {tuple(tensor.shape)}, "

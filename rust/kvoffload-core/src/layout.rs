@@ -12,6 +12,13 @@ use crate::pool::Slot;
 /// Slots start at multiples of this many bytes (if the region does): whole cache lines.
 pub const SLOT_ALIGN: u64 = 64;
 
+/// Large slots are whole pages, so that a piece of the region, which is whole pages, can be made of
+/// few slots. Costs them less than 1.6 %.
+pub const PAGE_ALIGN: u64 = 4096;
+
+/// From this size on a slot is large.
+pub const LARGE_SLOT: u64 = 256 << 10;
+
 /// One device tensor, seen as rows of bytes: block b is the `page_bytes` bytes from
 /// `b * block_stride` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -264,7 +271,8 @@ impl KvLayout {
     }
 }
 
-/// Bytes that a slot needs: the largest chunk of all `groups`, rounded up to [`SLOT_ALIGN`].
+/// Bytes that a slot needs: the largest chunk of all `groups`, rounded up to [`SLOT_ALIGN`], or to
+/// [`PAGE_ALIGN`] from [`LARGE_SLOT`] on.
 ///
 /// `u64::MAX` if that does not fit; [`KvLayout::new`] refuses such a slot.
 pub fn slot_bytes(groups: &[Vec<PageRef>], blocks_per_chunk: u32) -> u64 {
@@ -279,7 +287,14 @@ pub fn slot_bytes(groups: &[Vec<PageRef>], blocks_per_chunk: u32) -> u64 {
         .map(chunk)
         .try_fold(0, |max, bytes| Some(bytes?.max(max)));
     largest
-        .and_then(|bytes: u64| bytes.checked_next_multiple_of(SLOT_ALIGN))
+        .and_then(|bytes: u64| {
+            let align = if bytes >= LARGE_SLOT {
+                PAGE_ALIGN
+            } else {
+                SLOT_ALIGN
+            };
+            bytes.checked_next_multiple_of(align)
+        })
         .unwrap_or(u64::MAX)
 }
 

@@ -405,7 +405,8 @@ proptest! {
         let needed = slot_bytes_exact(&groups, blocks_per_chunk);
         let given = u128::from(self::slot_bytes(&groups, blocks_per_chunk));
         if blocks_per_chunk > 0 {
-            prop_assert_eq!(given, needed.next_multiple_of(64).min(u128::from(u64::MAX)));
+            let align = if needed >= 256 << 10 { 4096 } else { 64 };
+            prop_assert_eq!(given, needed.next_multiple_of(align).min(u128::from(u64::MAX)));
         }
         let shape = Shape {
             tensors: tensors.collect(), groups, blocks_per_chunk, num_slots, slot_bytes, slots_per_piece,

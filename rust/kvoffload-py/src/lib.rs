@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 mod convert;
+mod cuda_worker;
 mod errors;
 mod fast;
 mod keylist;
@@ -20,6 +21,8 @@ use pyo3::types::PyDict;
 mod _core {
     use super::*;
 
+    #[pymodule_export]
+    use super::cuda_worker::{CudaWorker, cuda_available, cuda_unavailable_reason};
     #[pymodule_export]
     use super::keylist::KeyList;
     #[pymodule_export]

@@ -7,8 +7,8 @@ use kvoffload_core::layout::{self, PageRef, TensorLayout};
 use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
 use kvoffload_transfer::{
-    CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind, LoadFault,
-    StartError, SubmitError, Verify, WaitTimeout,
+    Completion, CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind,
+    LoadFault, StartError, SubmitError, Verify, WaitTimeout,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ use crate::convert::cast;
 use crate::errors::{About, raise};
 
 /// (job, whether it is a store, bytes, seconds)
-type Finished = (u64, bool, u64, f64);
+pub(crate) type Finished = (u64, bool, u64, f64);
 
 /// One rank's host region, and the threads that copy to and from it.
 #[pyclass(frozen, module = "kvoffload_rs._core")]
@@ -49,36 +49,13 @@ impl HostWorker {
         wait_timeout_s: f64,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let wait_timeout = Duration::try_from_secs_f64(wait_timeout_s).map_err(|_| {
-            let text = format!("wait_timeout_s is {wait_timeout_s}: give seconds, 0 or more");
-            config_error(py, "wait_timeout_s", text)
-        })?;
-        let verify = match verify {
-            "off" => Verify::Off,
-            "all" => Verify::All,
-            "sample" => Verify::Sample(NonZeroU32::new(verify_sample).ok_or_else(|| {
-                config_error(
-                    py,
-                    "verify_sample",
-                    "verify_sample is 0: give 1 or more".to_owned(),
-                )
-            })?),
-            other => {
-                let text = format!("verify is {other:?}: use \"off\", \"sample\" or \"all\"");
-                return Err(config_error(py, "verify", text));
-            }
-        };
-        let tensors = tensors
+        let wait_timeout = timeout(py, wait_timeout_s)?;
+        let verify = verify_mode(py, verify, verify_sample)?;
+        let tensors = shapes(py, tensors)?
             .into_iter()
-            .map(|(address, num_blocks, block_stride, page_bytes)| {
-                Ok(HostTensor {
-                    address: cast(py, "tensors", address)?,
-                    layout: TensorLayout {
-                        num_blocks: cast(py, "tensors", num_blocks)?,
-                        block_stride,
-                        page_bytes,
-                    },
-                })
+            .map(|(address, layout)| {
+                let address = cast(py, "tensors", address)?;
+                Ok(HostTensor { address, layout })
             })
             .collect::<PyResult<_>>()?;
         let config = HostConfig {
@@ -149,32 +126,12 @@ impl HostWorker {
 
     /// (job, whether it is a store, bytes, seconds) of what is over since the last call.
     fn take_finished(&self, py: Python<'_>) -> PyResult<Vec<Finished>> {
-        match self.engine.take_finished_or_failure() {
-            Ok(ends) => Ok(ends
-                .into_iter()
-                .map(|end| (end.job, end.kind == JobKind::Store, end.bytes, end.seconds))
-                .collect()),
-            Err(end) => Err(match end.outcome {
-                Err(error) => copy_error(py, &error),
-                Ok(()) => raise(
-                    py,
-                    "TransferError",
-                    format!("job {} is said to have failed without a reason", end.job),
-                    About {
-                        job: Some(end.job),
-                        ..About::default()
-                    },
-                ),
-            }),
-        }
+        finished(py, self.engine.take_finished_or_failure())
     }
 
     /// Waits until jobs are over; unknown ids are ignored.
     fn wait(&self, py: Python<'_>, job_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        let jobs: Vec<u64> = job_ids
-            .try_iter()?
-            .map(|job| job?.extract())
-            .collect::<PyResult<_>>()?;
+        let jobs = job_list(job_ids)?;
         py.detach(|| self.engine.wait(&jobs, self.wait_timeout))
             .map_err(|timeout| wait_error(py, &timeout))
     }
@@ -257,7 +214,74 @@ pub(crate) fn machine_memory() -> PyResult<(u64, String)> {
     Ok((limit.bytes, limit.limited_by))
 }
 
-fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {
+/// Address and shape of each tensor, from (address, blocks, bytes from block to block, page bytes).
+pub(crate) fn shapes(
+    py: Python<'_>,
+    tensors: Vec<(u64, u64, u64, u64)>,
+) -> PyResult<Vec<(u64, TensorLayout)>> {
+    let shape = |(address, num_blocks, block_stride, page_bytes)| {
+        let layout = TensorLayout {
+            num_blocks: cast(py, "tensors", num_blocks)?,
+            block_stride,
+            page_bytes,
+        };
+        Ok((address, layout))
+    };
+    tensors.into_iter().map(shape).collect()
+}
+
+pub(crate) fn timeout(py: Python<'_>, wait_timeout_s: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(wait_timeout_s).map_err(|_| {
+        let text = format!("wait_timeout_s is {wait_timeout_s}: give seconds, 0 or more");
+        config_error(py, "wait_timeout_s", text)
+    })
+}
+
+pub(crate) fn verify_mode(py: Python<'_>, verify: &str, sample: u32) -> PyResult<Verify> {
+    match verify {
+        "off" => Ok(Verify::Off),
+        "all" => Ok(Verify::All),
+        "sample" => NonZeroU32::new(sample).map(Verify::Sample).ok_or_else(|| {
+            let text = "verify_sample is 0: give 1 or more".to_owned();
+            config_error(py, "verify_sample", text)
+        }),
+        other => {
+            let text = format!("verify is {other:?}: use \"off\", \"sample\" or \"all\"");
+            Err(config_error(py, "verify", text))
+        }
+    }
+}
+
+/// What `take_finished` gives to Python.
+pub(crate) fn finished(
+    py: Python<'_>,
+    ends: Result<Vec<Completion>, Completion>,
+) -> PyResult<Vec<Finished>> {
+    match ends {
+        Ok(ends) => Ok(ends
+            .into_iter()
+            .map(|end| (end.job, end.kind == JobKind::Store, end.bytes, end.seconds))
+            .collect()),
+        Err(end) => Err(match end.outcome {
+            Err(error) => copy_error(py, &error),
+            Ok(()) => raise(
+                py,
+                "TransferError",
+                format!("job {} is said to have failed without a reason", end.job),
+                About {
+                    job: Some(end.job),
+                    ..About::default()
+                },
+            ),
+        }),
+    }
+}
+
+pub(crate) fn job_list(job_ids: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    job_ids.try_iter()?.map(|job| job?.extract()).collect()
+}
+
+pub(crate) fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {
     let page_ref = |(tensor, page_bytes)| PageRef { tensor, page_bytes };
     groups
         .into_iter()
@@ -266,7 +290,7 @@ fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {
 }
 
 /// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30.
-fn ids(
+pub(crate) fn ids(
     py: Python<'_>,
     job: u64,
     field: &'static str,
@@ -330,7 +354,7 @@ fn fault_plan(py: Python<'_>, faults: Option<&Bound<'_, PyDict>>) -> PyResult<Fa
     Ok(plan)
 }
 
-fn config_error(py: Python<'_>, field: &'static str, text: String) -> PyErr {
+pub(crate) fn config_error(py: Python<'_>, field: &'static str, text: String) -> PyErr {
     raise(
         py,
         "ConfigError",
@@ -342,7 +366,7 @@ fn config_error(py: Python<'_>, field: &'static str, text: String) -> PyErr {
     )
 }
 
-fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
+pub(crate) fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
     let (class, field, value) = match error {
         StartError::TooLarge { needed, .. } => {
             ("CapacityError", Some("cpu_bytes_to_use"), Some(*needed))
@@ -350,7 +374,8 @@ fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
         StartError::Zero { field } | StartError::Setting { field, .. } => {
             ("ConfigError", Some(*field), None)
         }
-        StartError::System { .. } => ("KvOffloadError", None, None),
+        StartError::System { .. } | StartError::Driver(_) => ("KvOffloadError", None, None),
+        StartError::Cuda(_) => ("CudaUnavailableError", Some("device"), None),
         _ => ("ConfigError", None, None),
     };
     raise(
@@ -365,9 +390,10 @@ fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
     )
 }
 
-fn submit_error(py: Python<'_>, error: &SubmitError) -> PyErr {
+pub(crate) fn submit_error(py: Python<'_>, error: &SubmitError) -> PyErr {
     let class = match error {
-        SubmitError::Closed { .. } => "EngineClosedError",
+        SubmitError::Closed { .. } | SubmitError::DeviceLost { .. } => "EngineClosedError",
+        SubmitError::Driver { .. } => "TransferError",
         _ => "InvalidJobError",
     };
     let slot = match error {
@@ -404,7 +430,7 @@ fn copy_error(py: Python<'_>, error: &CopyError) -> PyErr {
     )
 }
 
-fn wait_error(py: Python<'_>, timeout: &WaitTimeout) -> PyErr {
+pub(crate) fn wait_error(py: Python<'_>, timeout: &WaitTimeout) -> PyErr {
     let about = About {
         job: timeout.jobs.first().copied(),
         ..About::default()

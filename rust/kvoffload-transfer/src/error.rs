@@ -8,6 +8,8 @@ use kvoffload_core::plan::PlanError;
 use kvoffload_core::pool::Slot;
 use thiserror::Error;
 
+use crate::cuda::{CudaUnavailable, DriverError};
+
 /// Why an engine could not be started. Nothing of it remains.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -63,6 +65,12 @@ pub enum StartError {
         /// Its answer.
         source: io::Error,
     },
+    /// There is no CUDA to use.
+    #[error("{0}")]
+    Cuda(#[from] CudaUnavailable),
+    /// The CUDA driver refused.
+    #[error("the CUDA backend could not start: {0}")]
+    Driver(DriverError),
 }
 
 /// Why a job was not taken. Nothing has changed, and nothing of it will be reported.
@@ -103,6 +111,20 @@ pub enum SubmitError {
         /// The first such slot it names.
         slot: Slot,
     },
+    /// The CUDA context is gone, with everything in it.
+    #[error("job {job}: the CUDA context is lost: restart the engine")]
+    DeviceLost {
+        /// The refused job.
+        job: u64,
+    },
+    /// The CUDA driver refused to note what the job comes after.
+    #[error("job {job}: {source}")]
+    Driver {
+        /// The refused job.
+        job: u64,
+        /// Its answer.
+        source: DriverError,
+    },
     /// The engine is shut down.
     #[error("job {job}: the transfer engine is shut down: make a new worker")]
     Closed {
@@ -120,6 +142,8 @@ impl SubmitError {
             | Self::Duplicate { job }
             | Self::QueueFull { job, .. }
             | Self::Quarantined { job, .. }
+            | Self::DeviceLost { job }
+            | Self::Driver { job, .. }
             | Self::Closed { job } => *job,
         }
     }

@@ -9,10 +9,12 @@
 //! Addresses live here and nowhere else in the project; keys are unknown here.
 
 pub mod backend;
+pub mod cuda;
 pub mod engine;
 pub mod error;
 pub mod host;
 mod memory;
+mod notices;
 pub mod region;
 pub mod verify;
 

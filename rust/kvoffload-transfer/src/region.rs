@@ -9,6 +9,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -28,6 +29,9 @@ pub struct Region {
     bytes: u64,
     slot_bytes: u64,
     num_slots: u32,
+    piece_bytes: u64,
+    /// For each piece, where its bytes are; null: in the mapping.
+    moved: Box<[AtomicPtr<u8>]>,
     file: OwnedFd,
 }
 
@@ -35,7 +39,7 @@ pub struct Region {
 // is tied to. The type gives out no references to the bytes: every access goes through the raw
 // pointer under the conditions of `base_ptr` and `hash`.
 unsafe impl Send for Region {}
-// SAFETY: as above; the shared methods only read the fields, which never change.
+// SAFETY: as above; the only fields that change are atomic.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -103,11 +107,16 @@ impl Region {
         }
         .map_err(failed("map the region"))?;
         let base = NonNull::new(base.cast::<u8>()).expect("mmap never answers the null page");
+        let piece_bytes = slot_bytes.saturating_mul(Self::slots_per_piece(slot_bytes).into());
         let region = Self {
             base,
             bytes: needed,
             slot_bytes,
             num_slots,
+            piece_bytes,
+            moved: (0..needed.div_ceil(piece_bytes))
+                .map(|_| AtomicPtr::default())
+                .collect(),
             file,
         };
         for (advice, what) in [
@@ -142,23 +151,82 @@ impl Region {
         self.num_slots
     }
 
-    /// Slots per piece for slots of this size: about 64 MiB, at least one slot.
+    /// Slots per piece for slots of this size: about 64 MiB, and whole pages of memory, because no
+    /// page can be registered with a driver twice.
     #[must_use]
     pub fn slots_per_piece(slot_bytes: u64) -> u32 {
-        let slots = PIECE_BYTES / slot_bytes.max(1);
-        u32::try_from(slots).unwrap_or(u32::MAX).max(1)
+        let slot_bytes = slot_bytes.max(1);
+        let page = rustix::param::page_size() as u64;
+        // Pages are powers of two: their greatest common divisor is the power of two in the slot.
+        let common = 1 << slot_bytes.trailing_zeros().min(page.trailing_zeros());
+        let unit = page / common;
+        let slots = PIECE_BYTES / slot_bytes / unit * unit;
+        u32::try_from(slots.max(unit)).unwrap_or(u32::MAX)
     }
 
-    /// The pieces as ranges of bytes, in order; only the last may be shorter.
+    /// Bytes of a piece; only the last may be shorter.
+    #[must_use]
+    pub fn piece_bytes(&self) -> u64 {
+        self.piece_bytes
+    }
+
+    /// The pieces as ranges of bytes, in order.
     pub fn pieces(&self) -> impl Iterator<Item = Range<u64>> + use<> {
-        let (bytes, slot_bytes) = (self.bytes, self.slot_bytes);
-        let piece = slot_bytes * u64::from(Self::slots_per_piece(slot_bytes));
+        let (bytes, piece) = (self.bytes, self.piece_bytes);
         (0..bytes.div_ceil(piece)).map(move |i| i * piece..bytes.min((i + 1) * piece))
     }
 
-    /// The first byte, for copies. Reading and writing is sound only below `bytes()`, while this
-    /// value lives, and if no other thread touches the same bytes at the same time; the engine's
-    /// fence sees to the last.
+    /// Where a byte is, for copies of what lies in the same piece. Reading and writing is sound only
+    /// below `bytes()`, while this value lives, and if no other thread touches the same bytes at the
+    /// same time; the engine's fence sees to the last.
+    pub(crate) fn address(&self, offset: u64) -> *mut u8 {
+        let piece = offset / self.piece_bytes;
+        // Acquire: with the address, what made the memory usable is seen.
+        let moved = self.moved[piece as usize].load(Ordering::Acquire);
+        if moved.is_null() {
+            // The cast is exact: the whole region fits into the address space.
+            self.base.as_ptr().wrapping_add(offset as usize)
+        } else {
+            moved.wrapping_add((offset - piece * self.piece_bytes) as usize)
+        }
+    }
+
+    /// Has the piece's bytes live elsewhere from now on: in memory of `piece_bytes` bytes that outlives
+    /// every copy. Nothing may have been stored to the piece yet.
+    pub(crate) fn move_piece(&self, piece: usize, to: *mut u8) {
+        self.moved[piece].store(to, Ordering::Release);
+    }
+
+    /// Makes the pages of a range exist, so that no copy has to wait for them. Keeps their bytes.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub(crate) fn touch(&self, start: u64, bytes: u64) -> Result<(), rustix::io::Errno> {
+        let end = self.bytes.min(start.saturating_add(bytes));
+        let start = start.min(end);
+        let page = rustix::param::page_size();
+        // Both are exact: the whole region fits into the address space.
+        let first = start as usize / page * page;
+        let length = end as usize - first;
+        let base = self.base.as_ptr().wrapping_add(first);
+        // SAFETY: inside the mapping: `base` is page-aligned, and so is `first`. The advice changes no byte.
+        match unsafe { rustix::mm::madvise(base.cast(), length, Advice::LinuxPopulateWrite) } {
+            // A kernel before 5.14 does not know it.
+            Err(rustix::io::Errno::INVAL) => {
+                for offset in (first..end as usize).step_by(page) {
+                    // SAFETY: inside the mapping, aligned for a byte, mapped while `self` lives. Copies
+                    // of other threads do not overlap with it: no copy uses a piece before it has been
+                    // touched.
+                    let byte = unsafe { AtomicU8::from_ptr(self.base.as_ptr().add(offset)) };
+                    byte.fetch_or(0, Ordering::Relaxed);
+                }
+                Ok(())
+            }
+            answer => answer,
+        }
+    }
+
+    /// The first byte, for copies by whoever never moves a piece; see [`Region::address`].
     pub(crate) fn base_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
     }
@@ -169,18 +237,23 @@ impl Region {
     /// No thread writes any byte of the range during the call.
     ///
     /// # Panics
-    /// The range does not lie inside the region.
+    /// The range does not lie inside the region, or in more than one piece.
     pub(crate) unsafe fn hash(&self, range: Range<u64>) -> u64 {
         assert!(
             range.start <= range.end && range.end <= self.bytes,
             "{range:?} is not inside"
         );
-        // SAFETY: inside the mapping by the assertion, mapped while `self` lives, initialised because
-        // a new file reads as zeroes, and not written by the caller's promise. Both casts are exact:
-        // the whole region fits into the address space.
+        let piece = range.start / self.piece_bytes;
+        assert!(
+            range.is_empty() || (range.end - 1) / self.piece_bytes == piece,
+            "{range:?} crosses a piece"
+        );
+        // SAFETY: inside one piece by the assertions, mapped while `self` lives, initialised because a
+        // new file reads as zeroes and a moved piece was stored to before anybody asks, and not written
+        // by the caller's promise. The cast is exact: the whole region fits into the address space.
         let bytes = unsafe {
             std::slice::from_raw_parts(
-                self.base.as_ptr().add(range.start as usize),
+                self.address(range.start.min(self.bytes - 1)),
                 (range.end - range.start) as usize,
             )
         };
@@ -233,7 +306,10 @@ mod tests {
     fn pieces_are_whole_slots_and_cover_everything() {
         assert_eq!(Region::slots_per_piece(1 << 20), 64);
         assert_eq!(Region::slots_per_piece(1 << 40), 1);
-        assert_eq!(Region::slots_per_piece(PIECE_BYTES - 1), 1);
+        assert_eq!(Region::slots_per_piece(PIECE_BYTES - 65536), 1);
+        // Slots that are no whole pages come in numbers that are.
+        assert!(Region::slots_per_piece(64).is_multiple_of(64));
+        assert_eq!(Region::slots_per_piece((1 << 20) + 64) % 64, 0);
         let region = Region::new(5, 40 << 20).unwrap();
         let pieces: Vec<_> = region.pieces().collect();
         assert_eq!(pieces.len(), 5);
@@ -242,5 +318,26 @@ mod tests {
         assert_eq!(pieces.len(), 4);
         assert_eq!(pieces[3], 192 << 20..200 << 20);
         assert!(pieces.windows(2).all(|pair| pair[0].end == pair[1].start));
+    }
+
+    #[test]
+    fn touching_keeps_bytes_and_a_moved_piece_lies_elsewhere() {
+        let region = Region::new(200, 1 << 20).unwrap();
+        let offset = (64 << 20) + 5;
+        // SAFETY: nobody else knows the region; both offsets are inside.
+        unsafe {
+            *region.address(offset) = 7;
+            region.touch(60 << 20, 10 << 20).unwrap();
+            assert_eq!(*region.address(offset), 7);
+        }
+        region.touch(0, u64::MAX).unwrap();
+        let mut elsewhere = vec![9u8; 64 << 20];
+        region.move_piece(1, elsewhere.as_mut_ptr());
+        // SAFETY: the moved piece is `elsewhere`, which outlives the region's use.
+        unsafe {
+            assert_eq!(*region.address(offset), 9);
+            assert_eq!(*region.address(0), 0);
+            assert_eq!(region.hash(64 << 20..65 << 20), xxh3_64(&[9; 1 << 20]));
+        }
     }
 }

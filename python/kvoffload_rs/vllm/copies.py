@@ -1,0 +1,185 @@
+"""The Rust worker behind `RankTransfers`: on a GPU, or on vLLM's CPU platform.
+
+Both take the same jobs. On a GPU a job also needs the stream of the compute that it comes after:
+PyTorch's current one, asked for at each submit on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvoffload_rs import _core
+from kvoffload_rs.config import CUDA_FAULT_KEYS, HOST_FAULT_KEYS, Settings
+from kvoffload_rs.errors import ConfigError
+
+Shapes = Sequence[tuple[int, int, int, int]]
+Groups = Sequence[Sequence[tuple[int, int]]]
+
+
+class HostCopies:
+    """Copies of KV caches in ordinary memory."""
+
+    def __init__(
+        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: int
+    ) -> None:
+        self._core = _core.HostWorker(
+            shapes,
+            groups,
+            # The worker's threads read and write through addresses: the tensors must live.
+            keep_alive=tensors,
+            verify=settings.verify,
+            verify_sample=settings.verify_sample,
+            wait_timeout_s=settings.wait_timeout_s,
+            faults=_faults(settings, HOST_FAULT_KEYS, "a CPU"),
+            **pool,
+        )
+        self.take_finished = self._core.take_finished
+        self.shutdown = self._core.shutdown
+        self.stats = self._core.stats
+
+    def submit_store(self, job_id: int, gpu: Any, host: Any) -> None:
+        """Queues a copy from blocks to slots."""
+        self._core.submit_store(
+            job_id, gpu.block_ids, gpu.group_sizes, gpu.block_indices, host.block_ids
+        )
+
+    def submit_load(self, job_id: int, host: Any, gpu: Any) -> None:
+        """Queues a copy from slots to blocks."""
+        self._core.submit_load(
+            job_id, host.block_ids, gpu.block_ids, gpu.group_sizes, gpu.block_indices
+        )
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Waits until the jobs are over."""
+        self._core.wait(job_ids)
+
+    def take_notices(self) -> list[str]:
+        """Nothing: this backend has nothing to say."""
+        return []
+
+    def describe(self) -> str:
+        """One line about how copies are made."""
+        return "copies in ordinary memory"
+
+
+class CudaCopies:
+    """Copies of KV caches on one CUDA device."""
+
+    def __init__(
+        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: int
+    ) -> None:
+        import torch
+
+        device = tensors[0].device
+        self._core = _core.CudaWorker(
+            shapes,
+            groups,
+            device=torch.cuda.current_device() if device.index is None else device.index,
+            keep_alive=tensors,
+            verify=settings.verify,
+            verify_sample=settings.verify_sample,
+            wait_timeout_s=settings.wait_timeout_s,
+            copy_path=settings.copy_path,
+            staging_bytes=settings.staging_bytes,
+            pinning=settings.pinning,
+            faults=_faults(settings, CUDA_FAULT_KEYS, "a GPU"),
+            **pool,
+        )
+        self.take_finished = self._core.take_finished
+        self.shutdown = self._core.shutdown
+        self.stats = self._core.stats
+        self.take_notices = self._core.take_notices
+        self._stream: Callable[[], int] = lambda: torch.cuda.current_stream(device).cuda_stream
+
+    def submit_store(self, job_id: int, gpu: Any, host: Any) -> None:
+        """Queues a copy from blocks to slots, after what is on the current stream."""
+        self._core.submit_store(
+            job_id,
+            gpu.block_ids,
+            gpu.group_sizes,
+            gpu.block_indices,
+            host.block_ids,
+            self._stream(),
+        )
+
+    def submit_load(self, job_id: int, host: Any, gpu: Any) -> None:
+        """Queues a copy from slots to blocks, after what is on the current stream."""
+        self._core.submit_load(
+            job_id,
+            host.block_ids,
+            gpu.block_ids,
+            gpu.group_sizes,
+            gpu.block_indices,
+            self._stream(),
+        )
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Returns when the copies are in the device's queues; the current stream waits for them."""
+        self._core.wait(job_ids, self._stream())
+
+    def describe(self) -> str:
+        """One line about how copies are made, and why so."""
+        facts = self._core.calibration()
+        text = f"copies on {facts['device']}"
+        if not facts["staging"]:
+            return f"{text}, direct path only"
+        if "seconds" not in facts:
+            return f"{text}, path set"
+        parts = []
+        for kind in ("store", "load"):
+            table = facts[kind]
+            rates = zip(
+                facts["fragment_bytes"],
+                table["path"],
+                table["direct"],
+                table["staged"],
+                strict=True,
+            )
+            parts.append(
+                f"{kind}s: "
+                + ", ".join(
+                    f"{size >> 10} KiB {path} ({direct / 1e9:.1f}, {staged / 1e9:.1f})"
+                    for size, path, direct, staged in rates
+                )
+            )
+        return f"{text}; path by fragment size (GB/s direct, staged): {'; '.join(parts)}"
+
+
+def choose(tensors: list[Any]) -> type[HostCopies] | type[CudaCopies]:
+    """The copies that suit the KV cache.
+
+    Raises:
+        ConfigError: it is on a device that is not supported, or on several.
+    """
+    devices = {str(tensor.device) for tensor in tensors}
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds == {"cpu"}:
+        return HostCopies
+    if kinds == {"cuda"} and len(devices) == 1 and not _is_rocm():
+        return CudaCopies
+    raise ConfigError(
+        f"the KV cache is on {' and '.join(sorted(devices))}",
+        field="device",
+        value=", ".join(sorted(devices)),
+        hint="kvoffload-rs needs it on one NVIDIA GPU per worker, or on vLLM's CPU platform.",
+    )
+
+
+def _is_rocm() -> bool:
+    import torch
+
+    return getattr(torch.version, "hip", None) is not None
+
+
+def _faults(settings: Settings, known: frozenset[str], where: str) -> dict[str, Any] | None:
+    faults = dict(settings.fault_injection or {})
+    for key in faults:
+        if key not in known:
+            raise ConfigError(
+                f"fault_injection: {key!r} cannot be injected on {where}",
+                field="fault_injection",
+                value=faults[key],
+                hint=f"It may hold {', '.join(sorted(known))} there.",
+            )
+    return faults or None

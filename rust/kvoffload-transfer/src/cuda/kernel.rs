@@ -1,0 +1,153 @@
+//! The kernel that packs fragments into staging chunks and unpacks them.
+
+use std::ffi::{CString, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::driver::{Device, DriverError, Stream, call};
+
+const PTX: &str = include_str!("fragments.ptx");
+const NAME: &std::ffi::CStr = c"kvoffload_copy_fragments";
+
+/// Bytes that a warp copies at a time; the same number is in `fragments.cu`.
+const PART_BYTES: u32 = 4096;
+/// Longer fragments are cut, so that short ones beside them leave few warps without work.
+pub(super) const LONGEST: u32 = 16 * PART_BYTES;
+/// Threads of a block. One block fills a multiprocessor: while a large kernel of the engine runs, it
+/// gets one to itself anyway, and then the more bytes in flight the sooner it is free again.
+const THREADS: u32 = 1024;
+/// Blocks, thus multiprocessors used at a time.
+pub(super) const BLOCKS: u32 = 16;
+
+/// What the kernel reads about a fragment; laid out as in `fragments.cu`.
+#[repr(C, align(16))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Fragment {
+    /// Address in the KV cache.
+    pub(super) device: u64,
+    /// Bytes from the staging chunk's start.
+    pub(super) staging: u32,
+    /// Length, at most [`LONGEST`].
+    pub(super) bytes: u32,
+}
+
+/// Which way fragments go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Pack,
+    Unpack,
+}
+
+/// The loaded kernel.
+pub(super) struct Kernel {
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+    blocks: u32,
+    _device: Arc<Device>,
+}
+
+// SAFETY: module and function handles may be used from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; a launch changes nothing in them.
+unsafe impl Sync for Kernel {}
+
+impl Kernel {
+    /// Has the driver compile the kernel for the device; it keeps the result for the next start.
+    pub(super) fn load(device: &Arc<Device>, blocks: u32) -> Result<Self, DriverError> {
+        let text = CString::new(PTX).expect("the text has no zero byte");
+        let mut module = ptr::null_mut();
+        let mut function = ptr::null_mut();
+        // SAFETY: places for one handle each; the text ends with a zero; the context is current.
+        unsafe {
+            call!(cuModuleLoadData(&raw mut module, text.as_ptr().cast()))?;
+            if let Err(error) = call!(cuModuleGetFunction(
+                &raw mut function,
+                module,
+                NAME.as_ptr()
+            )) {
+                sys::cuModuleUnload(module);
+                return Err(error);
+            }
+        }
+        Ok(Self {
+            module,
+            function,
+            blocks,
+            _device: Arc::clone(device),
+        })
+    }
+
+    /// Enqueues the copy of `count` fragments, whose list lies at `list` and the longest of which has
+    /// `longest` bytes.
+    ///
+    /// # Safety
+    /// Until the kernel has run: `list` is readable by the device and holds `count` fragments, and
+    /// every fragment lies in memory of the device that nothing else uses in a conflicting way, its
+    /// other side in the chunk that starts at `staging`.
+    pub(super) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        way: Way,
+        list: u64,
+        count: u32,
+        longest: u32,
+        staging: u64,
+    ) -> Result<(), DriverError> {
+        if count == 0 {
+            return Ok(());
+        }
+        let parts = longest.div_ceil(PART_BYTES).max(1);
+        let all = count * parts;
+        let warps = self.blocks * (THREADS / 32);
+        let share = all.div_ceil(warps);
+        let blocks = all.div_ceil(share).div_ceil(THREADS / 32);
+        let (mut list, mut count, mut parts, mut share) = (list, count, parts, share);
+        let (mut staging, mut store) = (staging, u32::from(way == Way::Pack));
+        let mut arguments: [*mut c_void; 6] = [
+            (&raw mut list).cast(),
+            (&raw mut count).cast(),
+            (&raw mut parts).cast(),
+            (&raw mut share).cast(),
+            (&raw mut staging).cast(),
+            (&raw mut store).cast(),
+        ];
+        // SAFETY: the six arguments are those of the kernel, in order and of its types, and live
+        // during the call, in which the driver copies them; memory by the caller's promise.
+        unsafe {
+            call!(cuLaunchKernel(
+                self.function,
+                blocks,
+                1,
+                1,
+                THREADS,
+                1,
+                1,
+                0,
+                stream.raw(),
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            ))
+        }
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        // SAFETY: loaded by us and unloaded once; streams that used it are drained by then.
+        unsafe { sys::cuModuleUnload(self.module) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_suits_old_drivers_and_devices() {
+        assert!(PTX.contains("\n.version 7.0\n") && PTX.contains("\n.target sm_75\n"));
+        assert!(PTX.contains(NAME.to_str().unwrap()) && !PTX.contains('\0'));
+        assert_eq!(size_of::<Fragment>(), 16);
+    }
+}

@@ -1,0 +1,572 @@
+//! Puts one direction's copies into the device's queues, piece by piece, on either path.
+//!
+//! - *direct*: the copy engine moves every range by itself (`cuMemcpyBatchAsync`, or one call per range
+//!   on drivers that lack it). Best where ranges are long.
+//! - *staged*: a kernel packs the ranges into a staging chunk on the device, or unpacks them from one,
+//!   and the copy engine moves what lies together in host memory, whole slots mostly. Staging chunks
+//!   are a ring, so that packing one overlaps with copying another.
+//!
+//! | | first stream | then |
+//! | --- | --- | --- |
+//! | store, staged | `kernel`: wait for compute, pack | `copy`: wait for that, copy out |
+//! | load, staged | `copy`: copy in | `kernel`: wait for that and for compute, unpack |
+//! | direct | `copy`: wait for compute, copy | |
+//!
+//! A load waits for compute as well: a step that still runs may read the block that it writes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use kvoffload_core::jobs::JobKind;
+
+use super::driver::{Device, DeviceMemory, DriverError, Event, HostMemory, Stream, call};
+use super::kernel::{Fragment, Kernel, LONGEST, Way};
+
+/// Staging chunks of one direction.
+pub(super) const RING: usize = 4;
+/// The most copies in a piece. (Batches of 50,000 and more are reported to crash some drivers.)
+pub(super) const MOST_COPIES: usize = 32_768;
+/// The most ranges in one call of the driver.
+const MOST_IN_CALL: usize = 4096;
+/// Fragments that all pieces in the queues may have together.
+const LIST: usize = 1 << 19;
+/// What does not follow on what came before starts at a multiple of this in a staging chunk.
+const STAGING_ALIGN: u64 = 64;
+
+/// How bytes are moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Path {
+    /// Range by range, by the copy engine.
+    Direct,
+    /// Through staging chunks on the device.
+    Staged,
+}
+
+impl Path {
+    /// The other one.
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Direct => Self::Staged,
+            Self::Staged => Self::Direct,
+        }
+    }
+
+    /// `direct` or `staged`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Staged => "staged",
+        }
+    }
+}
+
+/// One range to copy: contiguous on both sides.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Range {
+    pub(super) device: u64,
+    pub(super) host: usize,
+    pub(super) bytes: u64,
+    /// Where it lies in the staging chunk.
+    pub(super) staging: u64,
+    /// Whether its host side goes on where that of the range before it ended, in the same memory.
+    pub(super) follows: bool,
+}
+
+/// Ranges that are put into the queues together.
+#[derive(Debug, Default)]
+pub(super) struct Piece {
+    pub(super) ranges: Vec<Range>,
+    /// Bytes of a staging chunk that they take.
+    staging: u64,
+}
+
+impl Piece {
+    pub(super) fn clear(&mut self) {
+        self.ranges.clear();
+        self.staging = 0;
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Bytes of all its ranges.
+    pub(super) fn bytes(&self) -> u64 {
+        self.ranges.iter().map(|range| range.bytes).sum()
+    }
+
+    /// How long a range may be for it to fit into a chunk of `chunk` bytes; 0: the piece is full.
+    pub(super) fn room(&self, chunk: u64) -> u64 {
+        if self.ranges.len() == MOST_COPIES {
+            return 0;
+        }
+        chunk.saturating_sub(self.staging.next_multiple_of(STAGING_ALIGN))
+    }
+
+    /// Adds a range that fits.
+    pub(super) fn push(&mut self, device: u64, host: usize, bytes: u64, follows: bool) {
+        let follows = follows && !self.ranges.is_empty();
+        if !follows {
+            self.staging = self.staging.next_multiple_of(STAGING_ALIGN);
+        }
+        let staging = self.staging;
+        self.staging += bytes;
+        self.ranges.push(Range {
+            device,
+            host,
+            bytes,
+            staging,
+            follows,
+        });
+    }
+}
+
+/// What was made of a piece.
+pub(super) struct Sent {
+    /// Before its first copy.
+    pub(super) start: Option<Event>,
+    /// After its last one.
+    pub(super) done: Arc<Event>,
+}
+
+/// Mistakes to make on purpose, for tests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Mistakes {
+    pub(super) skip_staging_wait: bool,
+    pub(super) fail: Option<Path>,
+}
+
+/// Staging chunks on the device, and the kernel that fills and empties them.
+pub(super) struct Staging {
+    memory: DeviceMemory,
+    kernel: Arc<Kernel>,
+    /// Fragments of pieces in the queues: a ring in host memory that the kernel reads.
+    list: HostMemory,
+    list_address: u64,
+    /// Position after the newest piece, and before the oldest; they only grow.
+    head: usize,
+    tail: usize,
+    /// The end of the piece that used each chunk last.
+    last_use: [Option<Arc<Event>>; RING],
+    next: usize,
+}
+
+impl Staging {
+    pub(super) fn new(
+        device: &Arc<Device>,
+        kernel: Arc<Kernel>,
+        chunk: u64,
+    ) -> Result<Self, DriverError> {
+        let memory = DeviceMemory::new(device, chunk as usize * RING)?;
+        let list = HostMemory::new(device, LIST * size_of::<Fragment>())?;
+        let list_address = list.device_address()?;
+        Ok(Self {
+            memory,
+            kernel,
+            list,
+            list_address,
+            head: 0,
+            tail: 0,
+            last_use: Default::default(),
+            next: 0,
+        })
+    }
+
+    fn chunk(&self) -> u64 {
+        (self.memory.bytes() / RING) as u64
+    }
+
+    /// Whether the list has room for the fragments of any piece.
+    fn has_room(&self) -> bool {
+        let most = MOST_COPIES + (self.chunk() / u64::from(LONGEST)) as usize + 1;
+        // A piece that would cross the list's end goes to its start, and leaves a gap.
+        self.tail + LIST >= self.head + 2 * most
+    }
+
+    /// Writes a piece's fragments into the list: where they begin, how many, and the longest one.
+    ///
+    /// # Panics
+    /// There is no room; see [`Staging::has_room`].
+    fn write(&mut self, piece: &Piece) -> (usize, u32, u32) {
+        let cut = |range: &Range| range.bytes.div_ceil(LONGEST.into()) as usize;
+        let count: usize = piece.ranges.iter().map(cut).sum();
+        let mut first = self.head;
+        if first % LIST + count > LIST {
+            first = first.next_multiple_of(LIST); // A piece's fragments lie together.
+        }
+        assert!(first + count <= self.tail + LIST, "a list without room");
+        let list = self.list.base().cast::<Fragment>();
+        let mut at = first % LIST;
+        let mut longest = 0;
+        for range in &piece.ranges {
+            let mut done = 0;
+            while done < range.bytes {
+                let bytes = (range.bytes - done).min(LONGEST.into());
+                let fragment = Fragment {
+                    device: range.device + done,
+                    // Exact: a chunk is far smaller than 4 GiB.
+                    staging: (range.staging + done) as u32,
+                    bytes: bytes as u32,
+                };
+                // SAFETY: `at` is below LIST by the checks above, the memory has LIST fragments and is
+                // aligned to pages, and no kernel reads this place: it is behind `tail`.
+                unsafe { list.add(at).write(fragment) };
+                longest = longest.max(fragment.bytes);
+                at += 1;
+                done += bytes;
+            }
+        }
+        self.head = first + count;
+        (first % LIST, count as u32, longest)
+    }
+}
+
+struct InFlight {
+    done: Arc<Event>,
+    /// `head` after it; `None` for a direct piece.
+    list_end: Option<usize>,
+}
+
+/// One direction's streams and queues. All methods need the context to be current.
+pub(super) struct Mover {
+    kind: JobKind,
+    device: Arc<Device>,
+    copy: Stream,
+    kernel: Stream,
+    staging: Option<Staging>,
+    in_flight: VecDeque<InFlight>,
+    /// Working memory of batch calls.
+    targets: Vec<u64>,
+    sources: Vec<u64>,
+    sizes: Vec<usize>,
+    mistakes: Mistakes,
+}
+
+impl Mover {
+    pub(super) fn new(
+        kind: JobKind,
+        device: &Arc<Device>,
+        staging: Option<Staging>,
+        mistakes: Mistakes,
+    ) -> Result<Self, DriverError> {
+        Ok(Self {
+            kind,
+            device: Arc::clone(device),
+            copy: device.stream(false)?,
+            // The kernel is short, and the copy engine waits for it: it goes before the engine's own.
+            kernel: device.stream(true)?,
+            staging,
+            in_flight: VecDeque::new(),
+            targets: Vec::with_capacity(MOST_IN_CALL),
+            sources: Vec::with_capacity(MOST_IN_CALL),
+            sizes: Vec::with_capacity(MOST_IN_CALL),
+            mistakes,
+        })
+    }
+
+    /// Bytes of a staging chunk; `None` without staging.
+    pub(super) fn chunk(&self) -> Option<u64> {
+        self.staging.as_ref().map(Staging::chunk)
+    }
+
+    /// Whether another piece keeps to the pace: what is in the queues cannot be overtaken.
+    pub(super) fn has_room(&self) -> bool {
+        self.in_flight.len() < RING
+    }
+
+    /// Whether another piece can be sent at all.
+    pub(super) fn can_send(&self) -> bool {
+        self.staging.as_ref().is_none_or(Staging::has_room)
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// Notes which pieces are done.
+    pub(super) fn reap(&mut self) -> Result<(), DriverError> {
+        while let Some(piece) = self.in_flight.front() {
+            if !piece.done.is_done()? {
+                break;
+            }
+            if let (Some(end), Some(staging)) = (piece.list_end, &mut self.staging) {
+                staging.tail = end;
+            }
+            self.in_flight.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Blocks until nothing is in the queues: for failures and the end only.
+    pub(super) fn drain(&mut self) -> Result<(), DriverError> {
+        let copied = self.copy.synchronize();
+        self.kernel.synchronize().and(copied)?;
+        self.reap()
+    }
+
+    /// Puts a piece into the queues. `after` has to come before the device's blocks are touched; `timed` asks for an event at the start.
+    ///
+    /// # Safety
+    /// Until the piece is done, its ranges may be read and written, and nothing else that does so
+    /// conflicts, save what `after` waits for. The host's ranges are known to the driver as pinned,
+    /// unless `pageable` says otherwise.
+    pub(super) unsafe fn send(
+        &mut self,
+        path: Path,
+        piece: &Piece,
+        after: Option<&Event>,
+        timed: bool,
+        pageable: bool,
+    ) -> Result<Sent, DriverError> {
+        if self.mistakes.fail == Some(path) {
+            return Err(DriverError {
+                call: "an injected fault",
+                code: 1,
+                name: "CUDA_ERROR_INVALID_VALUE".to_owned(),
+                text: path.name().to_owned(),
+            });
+        }
+        match path {
+            // SAFETY: passed on to the caller.
+            Path::Direct => unsafe { self.send_direct(piece, after, timed, pageable) },
+            // SAFETY: passed on to the caller.
+            Path::Staged => unsafe { self.send_staged(piece, after, timed, pageable) },
+        }
+    }
+
+    unsafe fn send_direct(
+        &mut self,
+        piece: &Piece,
+        after: Option<&Event>,
+        timed: bool,
+        pageable: bool,
+    ) -> Result<Sent, DriverError> {
+        if let Some(event) = after {
+            self.copy.wait(event)?;
+        }
+        let start = timed.then(|| self.copy.record(&self.device)).transpose()?;
+        for ranges in piece.ranges.chunks(MOST_IN_CALL) {
+            self.begin_batch();
+            for range in ranges {
+                self.add(range.device, range.host, range.bytes);
+            }
+            // SAFETY: passed on to the caller.
+            unsafe { self.run_batch(pageable) }?;
+        }
+        let done = Arc::new(self.copy.record(&self.device)?);
+        self.in_flight.push_back(InFlight {
+            done: Arc::clone(&done),
+            list_end: None,
+        });
+        Ok(Sent { start, done })
+    }
+
+    unsafe fn send_staged(
+        &mut self,
+        piece: &Piece,
+        after: Option<&Event>,
+        timed: bool,
+        pageable: bool,
+    ) -> Result<Sent, DriverError> {
+        let Some(staging) = &mut self.staging else {
+            return Err(DriverError {
+                call: "the staged path",
+                code: 2,
+                name: "CUDA_ERROR_OUT_OF_MEMORY".to_owned(),
+                text: "there is no staging memory".to_owned(),
+            });
+        };
+        let (first, count, longest) = staging.write(piece);
+        let list = staging.list_address + (first * size_of::<Fragment>()) as u64;
+        let list_end = staging.head;
+        let slot = staging.next;
+        staging.next = (slot + 1) % RING;
+        let chunk = staging.memory.address() + slot as u64 * staging.chunk();
+        let kernel = Arc::clone(&staging.kernel);
+        let last_use = staging.last_use[slot].take();
+        let (first_stream, way) = match self.kind {
+            JobKind::Store => (&self.kernel, Way::Pack),
+            JobKind::Load => (&self.copy, Way::Unpack),
+        };
+        if let Some(event) = last_use {
+            first_stream.wait(&event)?;
+        }
+        let start = timed
+            .then(|| first_stream.record(&self.device))
+            .transpose()?;
+        let done = match self.kind {
+            JobKind::Store => {
+                if let Some(event) = after {
+                    self.kernel.wait(event)?;
+                }
+                // SAFETY: the list was written above and is not used again before this piece is done;
+                // fragments lie in the piece's ranges, by the caller's promise, and in the chunk,
+                // which `last_use` leaves to this piece.
+                unsafe { kernel.launch(&self.kernel, way, list, count, longest, chunk) }?;
+                if !self.mistakes.skip_staging_wait {
+                    self.copy.wait(&self.kernel.record(&self.device)?)?;
+                }
+                // SAFETY: passed on to the caller.
+                unsafe { self.copy_spans(piece, chunk, pageable) }?;
+                self.copy.record(&self.device)?
+            }
+            JobKind::Load => {
+                // SAFETY: passed on to the caller.
+                unsafe { self.copy_spans(piece, chunk, pageable) }?;
+                if !self.mistakes.skip_staging_wait {
+                    self.kernel.wait(&self.copy.record(&self.device)?)?;
+                }
+                if let Some(event) = after {
+                    self.kernel.wait(event)?;
+                }
+                // SAFETY: as above.
+                unsafe { kernel.launch(&self.kernel, way, list, count, longest, chunk) }?;
+                self.kernel.record(&self.device)?
+            }
+        };
+        let done = Arc::new(done);
+        if let Some(staging) = &mut self.staging {
+            staging.last_use[slot] = Some(Arc::clone(&done));
+        }
+        self.in_flight.push_back(InFlight {
+            done: Arc::clone(&done),
+            list_end: Some(list_end),
+        });
+        Ok(Sent { start, done })
+    }
+
+    /// Copies between the chunk at `chunk` and host memory, as long ranges as there are.
+    unsafe fn copy_spans(
+        &mut self,
+        piece: &Piece,
+        chunk: u64,
+        pageable: bool,
+    ) -> Result<(), DriverError> {
+        self.begin_batch();
+        let mut ranges = piece.ranges.iter().peekable();
+        while let Some(first) = ranges.next() {
+            let mut bytes = first.bytes;
+            while let Some(next) = ranges.next_if(|next| next.follows) {
+                bytes += next.bytes;
+            }
+            self.add(chunk + first.staging, first.host, bytes);
+            if self.sizes.len() == MOST_IN_CALL {
+                // SAFETY: passed on to the caller.
+                unsafe { self.run_batch(pageable) }?;
+                self.begin_batch();
+            }
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.run_batch(pageable) }
+    }
+
+    fn begin_batch(&mut self) {
+        self.targets.clear();
+        self.sources.clear();
+        self.sizes.clear();
+    }
+
+    fn add(&mut self, device: u64, host: usize, bytes: u64) {
+        let (target, source) = match self.kind {
+            JobKind::Store => (host as u64, device),
+            JobKind::Load => (device, host as u64),
+        };
+        self.targets.push(target);
+        self.sources.push(source);
+        self.sizes.push(bytes as usize);
+    }
+
+    /// Enqueues what was added, on the copy stream.
+    ///
+    /// # Safety
+    /// As for [`Mover::send`].
+    unsafe fn run_batch(&mut self, pageable: bool) -> Result<(), DriverError> {
+        let count = self.sizes.len();
+        if count > 1 && self.device.has_batch() && !pageable {
+            let location = sys::CUmemLocation {
+                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
+                id: 0,
+            };
+            // A host source has no writer left when a load starts (the fence sees to that), so it may
+            // be read early. A device source has: the steps before.
+            let order = match self.kind {
+                JobKind::Store => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+                JobKind::Load => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+            };
+            let mut attributes = sys::CUmemcpyAttributes {
+                srcAccessOrder: order,
+                srcLocHint: location,
+                dstLocHint: location,
+                flags: 0,
+            };
+            let (mut first, mut failed) = (0usize, usize::MAX);
+            // SAFETY: three arrays of `count` entries that the driver reads during the call; one
+            // attribute, which holds from copy 0 on; the ranges by the caller's promise.
+            return unsafe {
+                call!(cuMemcpyBatchAsync(
+                    self.targets.as_mut_ptr(),
+                    self.sources.as_mut_ptr(),
+                    self.sizes.as_mut_ptr(),
+                    count,
+                    &raw mut attributes,
+                    &raw mut first,
+                    1,
+                    &raw mut failed,
+                    self.copy.raw(),
+                ))
+            };
+        }
+        for i in 0..count {
+            let (target, source, bytes) = (self.targets[i], self.sources[i], self.sizes[i]);
+            // SAFETY: the ranges by the caller's promise; `add` put the host's side where it belongs.
+            unsafe {
+                match self.kind {
+                    JobKind::Store => call!(cuMemcpyDtoHAsync_v2(
+                        std::ptr::with_exposed_provenance_mut(target as usize),
+                        source,
+                        bytes,
+                        self.copy.raw()
+                    )),
+                    JobKind::Load => call!(cuMemcpyHtoDAsync_v2(
+                        target,
+                        std::ptr::with_exposed_provenance(source as usize),
+                        bytes,
+                        self.copy.raw()
+                    )),
+                }
+            }?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mover {
+    fn drop(&mut self) {
+        // Nothing of it may be in use when the staging memory goes. On an error the context is gone.
+        self.drain().ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_follows_is_packed_and_the_rest_is_aligned() {
+        let mut piece = Piece::default();
+        assert_eq!(piece.room(4096), 4096);
+        piece.push(1, 1000, 100, true);
+        piece.push(2, 1100, 100, true);
+        piece.push(3, 5000, 10, false);
+        let places: Vec<_> = piece
+            .ranges
+            .iter()
+            .map(|r| (r.staging, r.follows))
+            .collect();
+        assert_eq!(places, [(0, false), (100, true), (256, false)]);
+        assert_eq!(piece.room(4096), 4096 - 320);
+        assert_eq!(piece.room(266), 0);
+    }
+}

@@ -1,0 +1,296 @@
+//! The region, made usable for the device piece by piece, in the background.
+//!
+//! Touching and registering 40 GiB takes ten seconds, so nobody waits for it: a thread touches one
+//! piece after the other, on the device's NUMA node, and registers it with the driver. A job is held
+//! until the pieces it needs are ready; those are taken first. Pieces are small (about 64 MiB), so
+//! that no registration holds the driver's lock for more than some milliseconds, and a copy never
+//! crosses from one into the next, which the driver refuses.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+
+use cudarc::driver::sys;
+use parking_lot::Mutex;
+
+use super::driver::{Device, DriverError, HostMemory, call};
+use super::numa;
+use crate::error::StartError;
+use crate::notices::Notices;
+use crate::region::Region;
+
+/// What is touched in one system call: a process whose memory map is locked meanwhile waits for a
+/// millisecond, not for a piece.
+const TOUCH_BYTES: u64 = 4 << 20;
+
+/// How host memory is made usable for the device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Pinning {
+    /// The region's pages are registered; where that is refused, as for [`Pinning::Allocate`].
+    #[default]
+    Register,
+    /// The driver allocates each piece; where that is refused, as for [`Pinning::None`].
+    Allocate,
+    /// Ordinary memory: copies are slow, and hold up the transfer thread.
+    None,
+}
+
+/// Whether copies may use a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ready {
+    Yes,
+    Later,
+    Never,
+}
+
+const WAITING: u8 = 0;
+const REGISTERED: u8 = 1;
+const ALLOCATED: u8 = 2;
+const UNPINNED: u8 = 3;
+const REFUSED: u8 = 4;
+
+/// The region and the state of its pieces. Dropped when no copy can use it any more; the
+/// registrations end before the memory does.
+pub(super) struct PinnedRegion {
+    region: Arc<Region>,
+    device: Arc<Device>,
+    piece_bytes: u64,
+    states: Box<[AtomicU8]>,
+    /// Pieces that a job waits for.
+    wanted: Mutex<VecDeque<u32>>,
+    stop: AtomicBool,
+    ready_bytes: Arc<AtomicU64>,
+    pageable: AtomicBool,
+    allocated: Mutex<Vec<HostMemory>>,
+    notices: Arc<Notices>,
+}
+
+impl PinnedRegion {
+    pub(super) fn new(
+        region: Arc<Region>,
+        device: Arc<Device>,
+        notices: Arc<Notices>,
+        ready_bytes: Arc<AtomicU64>,
+    ) -> Arc<Self> {
+        let pieces = region.pieces().count();
+        Arc::new(Self {
+            piece_bytes: region.piece_bytes(),
+            states: (0..pieces).map(|_| AtomicU8::new(WAITING)).collect(),
+            region,
+            device,
+            wanted: Mutex::default(),
+            stop: AtomicBool::new(false),
+            ready_bytes,
+            pageable: AtomicBool::new(false),
+            allocated: Mutex::default(),
+            notices,
+        })
+    }
+
+    /// Whether some pieces are not pinned.
+    pub(super) fn is_pageable(&self) -> bool {
+        self.pageable.load(Ordering::Relaxed)
+    }
+
+    /// Address of a byte of the region. Once its piece is ready it does not change.
+    pub(super) fn address(&self, offset: u64) -> usize {
+        self.region.address(offset).expose_provenance()
+    }
+
+    /// Whether copies may use the piece that holds a byte; asks for it to be taken next if not.
+    pub(super) fn ready(&self, offset: u64) -> Ready {
+        let piece = (offset / self.piece_bytes) as usize;
+        // Acquire: the address that an allocated piece got is seen with its state.
+        match self.states[piece].load(Ordering::Acquire) {
+            WAITING => {
+                let mut wanted = self.wanted.lock();
+                if !wanted.contains(&(piece as u32)) {
+                    wanted.push_back(piece as u32);
+                }
+                Ready::Later
+            }
+            REFUSED => Ready::Never,
+            _ => Ready::Yes,
+        }
+    }
+
+    /// Starts the thread.
+    pub(super) fn start(self: &Arc<Self>, pinning: Pinning) -> Result<Pinner, StartError> {
+        let region = Arc::clone(self);
+        let thread = thread::Builder::new()
+            .name("kvoffload-pin".to_owned())
+            .spawn(move || region.run(pinning))
+            .map_err(|source| StartError::System {
+                what: "start a thread",
+                source,
+            })?;
+        Ok(Pinner {
+            region: Arc::clone(self),
+            thread: Some(thread),
+        })
+    }
+
+    /// The thread's body.
+    fn run(&self, mut pinning: Pinning) {
+        if let Some(pci) = self.device.pci() {
+            numa::stay_near(pci);
+        }
+        if let Err(error) = self.device.attach() {
+            self.notices.add(format!(
+                "the host memory cannot be registered: {error}; copies will be slow"
+            ));
+            pinning = Pinning::None;
+        }
+        let mut next = 0;
+        while let Some(piece) = self.take(&mut next) {
+            self.prepare(piece, &mut pinning);
+        }
+    }
+
+    /// The piece to take next: one that somebody waits for, else the first that is left.
+    fn take(&self, next: &mut u32) -> Option<u32> {
+        let waiting = |piece: u32| self.states[piece as usize].load(Ordering::Relaxed) == WAITING;
+        while !self.stop.load(Ordering::Relaxed) {
+            let wanted = self.wanted.lock().pop_front();
+            if let Some(piece) = wanted {
+                if waiting(piece) {
+                    return Some(piece);
+                }
+                continue;
+            }
+            let piece = *next;
+            if piece as usize == self.states.len() {
+                return None;
+            }
+            *next += 1;
+            if waiting(piece) {
+                return Some(piece);
+            }
+        }
+        None
+    }
+
+    fn prepare(&self, piece: u32, pinning: &mut Pinning) {
+        let start = u64::from(piece) * self.piece_bytes;
+        let bytes = self.piece_bytes.min(self.region.bytes() - start);
+        let state = loop {
+            match *pinning {
+                Pinning::Register => {
+                    if !self.touch(start, bytes, piece) {
+                        return;
+                    }
+                    match self.register(start, bytes) {
+                        Ok(()) => break REGISTERED,
+                        Err(error) => {
+                            self.say(&error, "registering host memory", "allocates it itself");
+                            *pinning = Pinning::Allocate;
+                        }
+                    }
+                }
+                Pinning::Allocate => match HostMemory::new(&self.device, bytes as usize) {
+                    Ok(memory) => {
+                        self.region.move_piece(piece as usize, memory.base());
+                        self.allocated.lock().push(memory);
+                        break ALLOCATED;
+                    }
+                    Err(error) => {
+                        self.say(
+                            &error,
+                            "allocating pinned host memory",
+                            "copies from and to ordinary memory, AT A FRACTION OF THE SPEED",
+                        );
+                        *pinning = Pinning::None;
+                    }
+                },
+                Pinning::None => {
+                    if !self.touch(start, bytes, piece) {
+                        return;
+                    }
+                    self.pageable.store(true, Ordering::Relaxed);
+                    break UNPINNED;
+                }
+            }
+        };
+        self.ready_bytes.fetch_add(bytes, Ordering::Relaxed);
+        // Release: see `ready`.
+        self.states[piece as usize].store(state, Ordering::Release);
+    }
+
+    fn say(&self, error: &DriverError, what: &str, instead: &str) {
+        if self.device.note(error) {
+            self.notices
+                .add(format!("the CUDA context is lost: {error}"));
+        }
+        self.notices.add(format!(
+            "{what} was refused ({error}): from now on the driver {instead}"
+        ));
+    }
+
+    /// Touches a piece; false if it should not or cannot be used.
+    fn touch(&self, start: u64, bytes: u64, piece: u32) -> bool {
+        let mut done = 0;
+        while done < bytes {
+            if self.stop.load(Ordering::Relaxed) {
+                return false;
+            }
+            let step = TOUCH_BYTES.min(bytes - done);
+            if let Err(error) = self.region.touch(start + done, step) {
+                self.notices.add(format!(
+                    "{bytes} bytes of host memory could not be had ({error}): slots there are not used"
+                ));
+                self.states[piece as usize].store(REFUSED, Ordering::Release);
+                return false;
+            }
+            done += step;
+        }
+        true
+    }
+
+    fn register(&self, start: u64, bytes: u64) -> Result<(), DriverError> {
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the range is a piece of the region, which is mapped until after the registration
+        // has ended in `drop`; pieces do not share pages.
+        unsafe {
+            call!(cuMemHostRegister_v2(
+                self.region.address(start).cast(),
+                bytes as usize,
+                flags
+            ))
+        }
+    }
+}
+
+impl Drop for PinnedRegion {
+    fn drop(&mut self) {
+        let (states, region) = (&self.states, &self.region);
+        // An error leaves pages pinned until the process ends; a lost context has let go of them.
+        let _ended = self.device.with_context(|| {
+            for (piece, state) in states.iter().enumerate() {
+                if state.load(Ordering::Relaxed) == REGISTERED {
+                    let start = piece as u64 * self.piece_bytes;
+                    // SAFETY: registered in `register`, and no copy is left: each lane holds an `Arc`
+                    // of `self` for as long as it may copy.
+                    unsafe { sys::cuMemHostUnregister(region.address(start).cast()) };
+                }
+            }
+            self.allocated.lock().clear();
+            Ok(())
+        });
+    }
+}
+
+/// Owns the thread; dropping it stops the thread within a step.
+pub(super) struct Pinner {
+    region: Arc<PinnedRegion>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Pinner {
+    fn drop(&mut self) {
+        self.region.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok();
+        }
+    }
+}
