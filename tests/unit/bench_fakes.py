@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,6 +130,65 @@ class FakeCore:
     def CudaWorker(self, *arguments: Any, **options: Any) -> FakeWorker:
         self.workers.append(FakeWorker(*arguments, **options, faults=self.faults or None))
         return self.workers[-1]
+
+
+class FakeVllm:
+    """The modules of vLLM that the benchmark uses, copying at once and on the calling thread."""
+
+    __version__ = "0.26.0"
+
+    def __init__(self, fails: str | None = None, wrong: bool = False) -> None:
+        self.fails = fails
+        self.wrong = wrong
+        self.ids: list[list[int]] = []
+
+    @staticmethod
+    def CanonicalKVCacheRef(tensor_idx: int, page_size_bytes: int) -> tuple[int, int]:
+        return tensor_idx, page_size_bytes
+
+    def CPULoadStoreSpec(self, block_ids: list[int]) -> list[int]:
+        return block_ids
+
+    def GPULoadStoreSpec(
+        self, block_ids: list[int], group_sizes: list[int], block_indices: list[int]
+    ) -> list[int]:
+        assert group_sizes == [len(block_ids)] and block_indices == [0]
+        self.ids.append(block_ids)
+        return block_ids
+
+    def SingleDirectionOffloadingHandler(
+        self, gpu: list[Any], cpu: list[Any], per_chunk: int, refs: Any, to_cpu: bool
+    ) -> FakeHandler:
+        if self.fails:
+            raise TypeError(self.fails)
+        assert per_chunk == 1 and len(refs) == 1 and len(refs[0]) == len(gpu) == len(cpu)
+        assert all(a.dtype == b.dtype == torch.int8 for a, b in zip(gpu, cpu, strict=True))
+        if to_cpu:
+            return FakeHandler((gpu, cpu), kernel=False)
+        return FakeHandler((cpu, gpu), kernel=True, wrong=self.wrong)
+
+
+class FakeHandler:
+    def __init__(self, sides: tuple[Any, Any], kernel: bool, wrong: bool = False) -> None:
+        self._sides = sides
+        self._wrong = wrong
+        self._done: list[Any] = []
+        self._swap_blocks_batch = functools.partial(print) if kernel else print
+
+    def transfer_async(self, job: int, source: list[int], target: list[int]) -> bool:
+        for mine, theirs in zip(*self._sides, strict=True):
+            theirs[target] = mine[source[::-1] if self._wrong else source]
+        size = len(source) * sum(tensor.shape[1] for tensor in self._sides[0])
+        self._done.append(SimpleNamespace(job_id=job, transfer_size=size, transfer_time=1e-3))
+        return True
+
+    def get_finished(self) -> list[Any]:
+        done, self._done = self._done, []
+        return done
+
+    def shutdown(self) -> None:
+        self._sides[0].clear()
+        self._sides[1].clear()
 
 
 def fake_device(**faults: object) -> Device:

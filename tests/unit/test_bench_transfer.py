@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import io
 import itertools
 import json
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_fakes import fake_device
+from bench_fakes import FakeVllm, fake_device
 from kvoffload_rs.cli import main
 from kvoffload_rs.cli.bench import baselines, chart, gemm, measure, transfer
 from kvoffload_rs.cli.bench.cases import Geometry, make_plan
@@ -224,20 +226,57 @@ def test_chart_file(tmp_path: Path) -> None:
 # --- vLLM ---
 
 
-def test_a_machine_without_vllm_says_why(
-    small: TransferOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = __import__("importlib").import_module
+def install_vllm(monkeypatch: pytest.MonkeyPatch, found: FakeVllm | None) -> None:
+    """Let the benchmark find this vLLM, or none."""
+    real = importlib.import_module
 
     def load(name: str) -> Any:
-        if name.startswith("vllm"):
+        if not name.startswith("vllm"):
+            return real(name)
+        if found is None:
             raise ImportError("No module named 'vllm'")
-        return real(name)
+        return found
 
     monkeypatch.setattr("kvoffload_rs.cli.bench.vllm.importlib.import_module", load)
-    console = quiet()
-    options = TransferOptions(fragments=(64,), case_bytes=1 << 14, repeats=1, pool=1 << 18)
-    rows = transfer.run_transfer(options, console)
-    assert all(r.vllm_gb_per_s is None and r.gb_per_s is not None for r in rows)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.count("not measured: ImportError: No module named 'vllm'") == 1
+
+
+def run_with_vllm(options: TransferOptions) -> tuple[list[Row], str]:
+    console = Console(file=io.StringIO(), width=200)
+    rows = transfer.run_transfer(dataclasses.replace(options, vllm=True), console)
+    return rows, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_vllm_is_measured_with_the_same_ids(
+    small: TransferOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = FakeVllm()
+    install_vllm(monkeypatch, vllm)
+    rows, said = run_with_vllm(small)
+    assert "vLLM 0.26.0's own copies are measured too" in said
+    for row in rows:
+        assert row.vllm_gb_per_s is not None
+        assert row.vllm_used == ("dma" if row.direction == "d2h" else "kernel")
+        assert (row.vllm_gemm_slowdown_percent is None) == (row.gemm_slowdown_percent is None)
+    geometry = Geometry.of(64, small.case_bytes, small.pool)
+    plan = make_plan(geometry, small.seed)
+    assert vllm.ids[:2] == [list(plan.source), list(plan.target)]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "reason"),
+    [
+        (None, "ImportError: No module named 'vllm'"),
+        (FakeVllm(fails="unexpected argument"), "TypeError: unexpected argument"),
+        (FakeVllm(wrong=True), "TransferError: vllm returned other bytes than were stored"),
+    ],
+)
+def test_without_a_usable_vllm_one_line_says_why(
+    small: TransferOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm: FakeVllm | None,
+    reason: str,
+) -> None:
+    install_vllm(monkeypatch, vllm)
+    rows, said = run_with_vllm(small)
+    assert all(row.vllm_gb_per_s is None and row.gb_per_s is not None for row in rows)
+    assert said.count(reason) == said.count("not measured") == 1
