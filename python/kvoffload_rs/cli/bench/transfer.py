@@ -17,7 +17,7 @@ from kvoffload_rs.cli.bench.gemm import Products, Pump, Slowdown, part_starts, s
 from kvoffload_rs.cli.bench.measure import Board, CudaMover, Mover, Timing, measure
 from kvoffload_rs.cli.bench.options import TransferOptions
 from kvoffload_rs.cli.bench.report import Row
-from kvoffload_rs.cli.bench.vllm import VllmCopies, VllmMover, VllmUnavailable
+from kvoffload_rs.cli.bench.vllm import VllmCopies, VllmMover, VllmUnavailable, reason_of
 from kvoffload_rs.cli.report import human_bytes
 
 
@@ -149,6 +149,6 @@ class _Run:
             return self._measure(self._vllm.mover(board), board, plans)
         except Exception as error:
             # Theirs is a comparison: whatever goes wrong with it must not cost our own figures.
-            self._say(f"vLLM's own copies are not measured: {type(error).__name__}: {error}")
+            self._say(f"vLLM's own copies are not measured: {reason_of(error)}")
             self._vllm = None
             return None

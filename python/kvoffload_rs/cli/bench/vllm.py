@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import traceback
 from typing import Any
 
 from kvoffload_rs.cli.bench.cases import LAYERS, Geometry, Ids
@@ -15,6 +17,13 @@ class VllmUnavailable(Exception):
     """Why vLLM's copies are not measured."""
 
 
+def reason_of(error: Exception) -> str:
+    """An error in one line; for a bare assertion the line of code that failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = str(error) or (frames[-1].line if frames else "") or "no reason given"
+    return f"{type(error).__name__}: {' '.join(text.split())}"
+
+
 class VllmCopies:
     """vLLM's classes, and one pinned pool that serves all fragment sizes.
 
@@ -23,6 +32,8 @@ class VllmCopies:
     """
 
     def __init__(self, device: Device, pool: int) -> None:
+        # vLLM logs to the standard output, where the rows go.
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         try:
             self.version = str(importlib.import_module("vllm").__version__)
             worker = importlib.import_module("vllm.v1.kv_offload.cpu.gpu_worker")
@@ -34,7 +45,7 @@ class VllmCopies:
             self._host_ids = common.CPULoadStoreSpec
         except Exception as error:
             # Whatever an installed vLLM does when it is imported, our own figures are still wanted.
-            raise VllmUnavailable(f"{type(error).__name__}: {error}") from error
+            raise VllmUnavailable(reason_of(error)) from error
         self._device = device
         torch = device.torch
         self._pool = torch.zeros(pool, dtype=torch.int8, pin_memory=True)
