@@ -286,24 +286,26 @@ class Rig:
             first_slot += -(-(size + skip) // self.per_chunk)
 
 
-def _regions() -> set[tuple[int, int]]:
-    """Address ranges of this process's regions."""
-    found = re.findall(
-        r"^([0-9a-f]+)-([0-9a-f]+) .*memfd:kvoffload",
+def _regions() -> dict[str, tuple[int, int]]:
+    """First and last address of this process's regions, by the number of their file."""
+    found: dict[str, tuple[int, int]] = {}
+    for start, end, file in re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:kvoffload",
         Path("/proc/self/maps").read_text(),
         re.MULTILINE,
-    )
-    return {(int(start, 16), int(end, 16)) for start, end in found}
+    ):
+        first, last = found.get(file, (int(start, 16), 0))
+        found[file] = (first, max(last, int(end, 16)))  # the kernel may show a mapping in parts
+    return found
 
 
-def _window(before: set[tuple[int, int]], size: int) -> np.ndarray | None:
+def _window(before: dict[str, tuple[int, int]], size: int) -> np.ndarray | None:
     """The bytes of the region that has appeared since; None if it is no mapping of a memfd."""
-    new = sorted(_regions() - before)
-    if not new or new[-1][1] - new[0][0] < size:
+    new = [limits for file, limits in _regions().items() if file not in before]
+    large = sorted((end - start, start) for start, end in new if end - start >= size)
+    if not large:
         return None
-    if any(a[1] != b[0] for a, b in itertools.pairwise(new)):
-        return None
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(new[0][0]), np.uint8)
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(large[0][1]), np.uint8)
 
 
 def run_script(code: str, within: float = 120.0) -> dict[str, Any]:
