@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from kvoffload_rs.cli.bench import options as bench_options
+from kvoffload_rs.cli.bench.device import CudaUnavailable
 from kvoffload_rs.cli.demo import DemoOptions, run_demo
 from kvoffload_rs.config import POLICIES
 from kvoffload_rs.errors import ConfigError, KvOffloadError
@@ -29,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _demo(arguments)
-    except ConfigError as error:
+        status: int = arguments.run(arguments)
+        return status
+    except (ConfigError, CudaUnavailable) as error:
         return _complain(error, EXIT_BAD_INPUT)
     except KvOffloadError as error:
         return _complain(error, EXIT_FAILED)
@@ -60,6 +63,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     else:
         report.print(Console())
     return 0 if report.passed else EXIT_FAILED
+
+
+def _bench_transfer(arguments: argparse.Namespace) -> int:
+    options = bench_options.from_arguments(arguments)
+    from kvoffload_rs.cli.bench.report import print_rows
+    from kvoffload_rs.cli.bench.transfer import run_transfer
+
+    rows = run_transfer(options, Console(stderr=True))
+    if arguments.json:
+        print(json.dumps([row.as_json() for row in rows]))
+    else:
+        print_rows(rows, Console())
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +125,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=_whole_number(0), default=0, metavar="N", help="seed of it all (0)")
     add("--keep-logs", action="store_true", help="keep the engines' logs and say where they are")
+    demo.set_defaults(run=_demo)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure this machine")
+    measures = bench.add_subparsers(dest="measure", required=True, metavar="WHAT")
+    transfer = measures.add_parser(
+        "transfer",
+        help="copies between GPU and host memory, on every path",
+        description="Times stores (d2h), loads (h2d) and both at once on every copy path and for "
+        "every fragment size, next to one big DMA and to the installed vLLM's own copies, and "
+        "compares the bytes. Exit status 0 if all bytes were right; 1 if a copy failed; 2 for bad "
+        "input or where there is no GPU.",
+    )
+    bench_options.add_arguments(transfer)
+    transfer.set_defaults(run=_bench_transfer)
 
 
 def _whole_number(least: int) -> Callable[[str], int]:

@@ -1,0 +1,1 @@
+"""``kvoffload bench``: measurements that anybody can repeat on their own machine."""
