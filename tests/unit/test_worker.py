@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvoffload_rs import _core
 from kvoffload_rs.errors import (
     CapacityError,
     ConfigError,
@@ -21,7 +20,7 @@ from kvoffload_rs.errors import (
     TransferError,
     WorkerExistsError,
 )
-from kvoffload_rs.vllm import compat, copies, worker
+from kvoffload_rs.vllm import compat, copies
 from kvoffload_rs.vllm.manager import HostSlotsSpec
 from kvoffload_rs.vllm.worker import DirectionHandler, KvOffloadWorker
 from shapes import BYTES_PER_BLOCK, MEMORY, PAGE, gpu_blocks, kv_caches, make_spec
