@@ -31,11 +31,11 @@ const FRAGMENTS: [u64; 10] = [
     1 << 20,
 ];
 /// Bytes of the scratch memory on each side.
-const SCRATCH: u64 = 32 << 20;
+const SCRATCH: u64 = 64 << 20;
 /// What one measurement moves at most, and the most fragments.
-const MOVED: u64 = 16 << 20;
-const MOST_FRAGMENTS: u64 = 1024;
-const REPEATS: usize = 3;
+const MOVED: u64 = 32 << 20;
+const MOST_FRAGMENTS: u64 = 2048;
+const REPEATS: usize = 2;
 /// Fragments that lie together in host memory, as the layers of a block in a slot do.
 const TOGETHER: u64 = 32;
 /// Before the first byte of a job moves: one call of the driver, or a kernel and a call.
@@ -175,7 +175,7 @@ fn measure(
     let together = TOGETHER.min(all);
     // Stepping through the places by an odd number, less than half of them, visits none twice.
     let place = |i: u64, of: u64| (i * (of / 3 | 1)) % of;
-    let chunk = mover.chunk().unwrap_or(MOVED).min(MOVED / 4);
+    let chunk = mover.chunk().unwrap_or(MOVED).min(MOVED / 2);
     let mut piece = Piece::default();
     let (mut first, mut last) = (None, None);
     let mut done = 0;

@@ -14,7 +14,7 @@ use super::backend::{Common, Counters, CudaBackend, CudaFaults, Marks};
 use super::calibrate::{Calibration, Chooser, CopyPath, calibrate};
 use super::driver::{Device, DriverError};
 use super::kernel::{BLOCKS, Kernel};
-use super::mover::{Mistakes, Mover, Path, RING, Staging};
+use super::mover::{Mistakes, Mover, Path, Staging};
 use super::pinned::{PinnedRegion, Pinner, Pinning};
 use crate::backend::Backend;
 use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats};
@@ -25,8 +25,8 @@ use crate::region::Region;
 
 /// Events made in advance: some for every job in the queues and every piece.
 const EVENTS: usize = 512;
-/// Staging chunks are at least so large.
-const LEAST_CHUNK: u64 = 256 << 10;
+/// Staging memory of a direction is at least so large.
+const LEAST_STAGING: u64 = 1 << 20;
 
 /// A KV-cache tensor in the device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl CudaEngine {
             slot_bytes,
             Region::slots_per_piece(slot_bytes),
         )?);
-        let chunk = staging_chunk(config.staging_bytes, config.copy_path)?;
+        let staging = staging_of_one(config.staging_bytes, config.copy_path)?;
         let device = Device::open(config.device, EVENTS, faults.keep_capture_mode)?;
         let notices = Arc::new(Notices::default());
         let region = Arc::new(Region::new(num_slots, slot_bytes)?);
@@ -129,7 +129,7 @@ impl CudaEngine {
         };
         let blocks = config.kernel_blocks.unwrap_or(BLOCKS);
         let movers = device.with_context(|| {
-            let (movers, failure) = make_movers(&device, chunk, blocks, mistakes)?;
+            let (movers, failure) = make_movers(&device, staging, blocks, mistakes)?;
             if let Some(error) = failure {
                 notices.add(format!(
                     "no staging on the device ({error}): copies take the direct path, which is slow \
@@ -362,35 +362,37 @@ impl fmt::Debug for CudaEngine {
     }
 }
 
-/// Bytes of a staging chunk, of which each direction has a ring; `None`: no staging.
-fn staging_chunk(staging_bytes: u64, path: CopyPath) -> Result<Option<u64>, StartError> {
+/// Bytes of staging memory for each direction; `None`: no staging.
+///
+/// A path that was set does not change it: a failed copy is tried again on the other.
+fn staging_of_one(staging_bytes: u64, path: CopyPath) -> Result<Option<u64>, StartError> {
     let field = "staging_bytes";
-    if staging_bytes == 0 || path == CopyPath::Only(Path::Direct) {
+    if staging_bytes == 0 {
         if path == CopyPath::Only(Path::Staged) {
             let reason = "copy_path is \"staged\": give it at least 2 MiB";
             return Err(StartError::Setting { field, reason });
         }
         return Ok(None);
     }
-    let chunk = staging_bytes / (2 * RING as u64) / 4096 * 4096;
-    if !(LEAST_CHUNK..=1 << 30).contains(&chunk) {
+    let bytes = staging_bytes / 2 / 4096 * 4096;
+    if !(LEAST_STAGING..=4 << 30).contains(&bytes) {
         let reason = "give 2 MiB to 8 GiB, or 0 for no staging";
         return Err(StartError::Setting { field, reason });
     }
-    Ok(Some(chunk))
+    Ok(Some(bytes))
 }
 
 /// One mover for each direction; with the reason if staging was wanted and could not be had.
 fn make_movers(
     device: &Arc<Device>,
-    chunk: Option<u64>,
+    staging: Option<u64>,
     blocks: u32,
     mistakes: Mistakes,
 ) -> Result<([Mover; 2], Option<DriverError>), DriverError> {
-    let staging = chunk.map(|chunk| {
+    let staging = staging.map(|bytes| {
         let kernel = Arc::new(Kernel::load(device, blocks)?);
-        let stores = Staging::new(device, Arc::clone(&kernel), chunk)?;
-        let loads = Staging::new(device, kernel, chunk)?;
+        let stores = Staging::new(device, Arc::clone(&kernel), bytes)?;
+        let loads = Staging::new(device, kernel, bytes)?;
         Ok((stores, loads))
     });
     let (stores, loads, failure) = match staging {

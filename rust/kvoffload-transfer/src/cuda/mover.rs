@@ -2,9 +2,9 @@
 //!
 //! - *direct*: the copy engine moves every range by itself (`cuMemcpyBatchAsync`, or one call per range
 //!   on drivers that lack it). Best where ranges are long.
-//! - *staged*: a kernel packs the ranges into a staging chunk on the device, or unpacks them from one,
-//!   and the copy engine moves what lies together in host memory, whole slots mostly. Staging chunks
-//!   are a ring, so that packing one overlaps with copying another.
+//! - *staged*: a kernel packs the ranges into staging memory on the device, or unpacks them from it,
+//!   and the copy engine moves what lies together in host memory, whole slots mostly. The staging
+//!   memory is a ring, so that packing one piece overlaps with copying another.
 //!
 //! | | first stream | then |
 //! | --- | --- | --- |
@@ -23,8 +23,14 @@ use kvoffload_core::jobs::JobKind;
 use super::driver::{Device, DeviceMemory, DriverError, Event, HostMemory, Stream, call};
 use super::kernel::{Fragment, Kernel, LONGEST, Way};
 
-/// Staging chunks of one direction.
-pub(super) const RING: usize = 4;
+/// Into how many pieces the staging memory of one direction is divided at least. Two overlap: one is
+/// packed while another is copied.
+pub(super) const CHUNKS: u64 = 2;
+/// The most pieces that keep to the pace.
+const MOST_PIECES: usize = 16;
+/// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
+/// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
+const PACE_BYTES: u64 = 32 << 20;
 /// The most copies in a piece. (Batches of 50,000 and more are reported to crash some drivers.)
 pub(super) const MOST_COPIES: usize = 32_768;
 /// The most ranges in one call of the driver.
@@ -33,6 +39,8 @@ const MOST_IN_CALL: usize = 4096;
 const LIST: usize = 1 << 19;
 /// What does not follow on what came before starts at a multiple of this in a staging chunk.
 const STAGING_ALIGN: u64 = 64;
+/// Where pieces start in the staging memory.
+const PIECE_ALIGN: u64 = 4096;
 
 /// How bytes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -138,44 +146,57 @@ pub(super) struct Mistakes {
     pub(super) fail: Option<Path>,
 }
 
-/// Staging chunks on the device, and the kernel that fills and empties them.
+/// Staging memory on the device, and the kernel that fills and empties it.
 pub(super) struct Staging {
     memory: DeviceMemory,
     kernel: Arc<Kernel>,
+    /// Where the next piece starts. Positions only grow; the byte is at the position modulo the size.
+    next: u64,
     /// Fragments of pieces in the queues: a ring in host memory that the kernel reads.
     list: HostMemory,
     list_address: u64,
-    /// Position after the newest piece, and before the oldest; they only grow.
+    /// Position after the newest piece's fragments, and before the oldest's.
     head: usize,
     tail: usize,
-    /// The end of the piece that used each chunk last.
-    last_use: [Option<Arc<Event>>; RING],
-    next: usize,
 }
 
 impl Staging {
     pub(super) fn new(
         device: &Arc<Device>,
         kernel: Arc<Kernel>,
-        chunk: u64,
+        bytes: u64,
     ) -> Result<Self, DriverError> {
-        let memory = DeviceMemory::new(device, chunk as usize * RING)?;
+        let memory = DeviceMemory::new(device, bytes as usize)?;
         let list = HostMemory::new(device, LIST * size_of::<Fragment>())?;
         let list_address = list.device_address()?;
         Ok(Self {
             memory,
             kernel,
+            next: 0,
             list,
             list_address,
             head: 0,
             tail: 0,
-            last_use: Default::default(),
-            next: 0,
         })
     }
 
+    fn bytes(&self) -> u64 {
+        self.memory.bytes() as u64
+    }
+
+    /// Bytes of the longest piece.
     fn chunk(&self) -> u64 {
-        (self.memory.bytes() / RING) as u64
+        self.bytes() / CHUNKS / PIECE_ALIGN * PIECE_ALIGN
+    }
+
+    /// Takes the next `bytes` bytes: their position. What had them before may still be in use.
+    fn take(&mut self, bytes: u64) -> u64 {
+        let (size, mut start) = (self.bytes(), self.next);
+        if start % size + bytes > size {
+            start = start.next_multiple_of(size); // A piece's bytes lie together.
+        }
+        self.next = (start + bytes).next_multiple_of(PIECE_ALIGN);
+        start
     }
 
     /// Whether the list has room for the fragments of any piece.
@@ -225,8 +246,9 @@ impl Staging {
 
 struct InFlight {
     done: Arc<Event>,
-    /// `head` after it; `None` for a direct piece.
-    list_end: Option<usize>,
+    bytes: u64,
+    /// Where its staging memory starts, and `head` after it; `None` for a direct piece.
+    staged: Option<(u64, usize)>,
 }
 
 /// One direction's streams and queues. All methods need the context to be current.
@@ -266,14 +288,15 @@ impl Mover {
         })
     }
 
-    /// Bytes of a staging chunk; `None` without staging.
+    /// Bytes of the longest staged piece; `None` without staging.
     pub(super) fn chunk(&self) -> Option<u64> {
         self.staging.as_ref().map(Staging::chunk)
     }
 
     /// Whether another piece keeps to the pace: what is in the queues cannot be overtaken.
     pub(super) fn has_room(&self) -> bool {
-        self.in_flight.len() < RING
+        let bytes: u64 = self.in_flight.iter().map(|piece| piece.bytes).sum();
+        self.in_flight.len() < MOST_PIECES && bytes < PACE_BYTES
     }
 
     /// Whether another piece can be sent at all.
@@ -291,7 +314,7 @@ impl Mover {
             if !piece.done.is_done()? {
                 break;
             }
-            if let (Some(end), Some(staging)) = (piece.list_end, &mut self.staging) {
+            if let (Some((_, end)), Some(staging)) = (piece.staged, &mut self.staging) {
                 staging.tail = end;
             }
             self.in_flight.pop_front();
@@ -358,7 +381,8 @@ impl Mover {
         let done = Arc::new(self.copy.record(&self.device)?);
         self.in_flight.push_back(InFlight {
             done: Arc::clone(&done),
-            list_end: None,
+            bytes: piece.bytes(),
+            staged: None,
         });
         Ok(Sent { start, done })
     }
@@ -381,11 +405,15 @@ impl Mover {
         let (first, count, longest) = staging.write(piece);
         let list = staging.list_address + (first * size_of::<Fragment>()) as u64;
         let list_end = staging.head;
-        let slot = staging.next;
-        staging.next = (slot + 1) % RING;
-        let chunk = staging.memory.address() + slot as u64 * staging.chunk();
+        let start = staging.take(piece.staging);
+        let end = start + piece.staging;
+        let size = staging.bytes();
+        let chunk = staging.memory.address() + start % size;
         let kernel = Arc::clone(&staging.kernel);
-        let last_use = staging.last_use[slot].take();
+        // Pieces end in order, so that waiting for the newest that had these bytes is enough.
+        let mut before = self.in_flight.iter().rev();
+        let before = before.find(|piece| piece.staged.is_some_and(|(at, _)| at + size < end));
+        let last_use = before.map(|piece| Arc::clone(&piece.done));
         let (first_stream, way) = match self.kind {
             JobKind::Store => (&self.kernel, Way::Pack),
             JobKind::Load => (&self.copy, Way::Unpack),
@@ -393,7 +421,7 @@ impl Mover {
         if let Some(event) = last_use {
             first_stream.wait(&event)?;
         }
-        let start = timed
+        let begun = timed
             .then(|| first_stream.record(&self.device))
             .transpose()?;
         let done = match self.kind {
@@ -402,8 +430,8 @@ impl Mover {
                     self.kernel.wait(event)?;
                 }
                 // SAFETY: the list was written above and is not used again before this piece is done;
-                // fragments lie in the piece's ranges, by the caller's promise, and in the chunk,
-                // which `last_use` leaves to this piece.
+                // fragments lie in the piece's ranges, by the caller's promise, and in the staging bytes
+                // that `last_use` leaves to this piece.
                 unsafe { kernel.launch(&self.kernel, way, list, count, longest, chunk) }?;
                 if !self.mistakes.skip_staging_wait {
                     self.copy.wait(&self.kernel.record(&self.device)?)?;
@@ -427,14 +455,12 @@ impl Mover {
             }
         };
         let done = Arc::new(done);
-        if let Some(staging) = &mut self.staging {
-            staging.last_use[slot] = Some(Arc::clone(&done));
-        }
         self.in_flight.push_back(InFlight {
             done: Arc::clone(&done),
-            list_end: Some(list_end),
+            bytes: piece.bytes(),
+            staged: Some((start, list_end)),
         });
-        Ok(Sent { start, done })
+        Ok(Sent { start: begun, done })
     }
 
     /// Copies between the chunk at `chunk` and host memory, as long ranges as there are.
