@@ -1,11 +1,9 @@
-//! Which live jobs read or write which resource (a device block, or a slot).
+//! Who has to wait for whom: which live jobs read or write which resource (a device block, or a slot).
 //!
-//! A new job names its resources with [`Fence::enter`] and learns whom it has to wait for. Jobs that
-//! conflict may be inside together: the fence reports, the caller orders.
-
-use std::collections::HashMap;
-
-use foldhash::fast::FixedState;
+//! A new job gets a ticket, names its resources with [`Fence::enter`] and learns whom it has to wait
+//! for. Jobs that conflict may be inside together: the fence reports, the caller orders. It reports no
+//! more than is needed: of each resource the last writer, and to a writer those who read since. They
+//! in turn wait for whoever was there before, so **a job must not leave before those it waits for**.
 
 /// What a job does with a resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,171 +14,200 @@ pub enum Use {
     Write,
 }
 
-/// The uses of all live jobs. Its memory grows to the largest number of uses at one time.
+/// A job's place in a [`Fence`], from [`Fence::join`] to [`Fence::leave`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket(u32);
+
+/// 0, so that all of an unused resource is zeroes.
+const NOBODY: u32 = 0;
+
+/// No entry.
+const NONE: u32 = u32::MAX;
+
+/// The uses of all live jobs.
 ///
-/// Every use is an entry in two lists: that of its resource's readers or writers, doubly linked so
-/// that leaving takes one step per entry, and that of its job.
-#[derive(Debug, Default)]
-pub struct Fence {
-    resources: HashMap<u32, Resource, FixedState>,
-    /// The newest entry of each job.
-    jobs: HashMap<u64, u32, FixedState>,
-    entries: Vec<Entry>,
-    /// Unused entries, chained by `next`.
-    unused: Link,
-    live: usize,
-}
-
-/// An index into `entries`.
-type Link = Option<u32>;
-
-/// The newest reader and the newest writer of a resource; no resource is kept without one.
-#[derive(Debug, Default)]
-struct Resource {
-    readers: Link,
-    writers: Link,
-}
-
-impl Resource {
-    fn list(&mut self, mode: Use) -> &mut Link {
-        match mode {
-            Use::Read => &mut self.readers,
-            Use::Write => &mut self.writers,
-        }
-    }
-}
-
+/// A resource has room for its last writer and one reader. Further readers have entries in two lists,
+/// that of the resource and that of the job; they are rare, so their memory grows as needed.
 #[derive(Debug)]
+pub struct Fence {
+    resources: Box<[Resource]>,
+    /// By ticket; that of number 0 belongs to nobody.
+    jobs: Vec<Job>,
+    unused_tickets: Vec<u32>,
+    entries: Vec<Entry>,
+    unused_entries: Vec<u32>,
+}
+
+/// Tickets of those who use a resource.
+#[derive(Clone, Copy, Debug, Default)]
+struct Resource {
+    writer: u32,
+    /// Somebody who has read since the last writer came.
+    reader: u32,
+    /// The newest entry of the others who did, plus 1.
+    others: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Job {
+    id: u64,
+    /// Its newest entry.
+    entries: u32,
+}
+
+/// One reader more of a resource.
+#[derive(Clone, Copy, Debug)]
 struct Entry {
-    job: u64,
-    id: u32,
-    mode: Use,
-    /// Newer and older entry of the same resource and mode.
-    prev: Link,
-    next: Link,
+    ticket: u32,
+    /// The resource; `None` when a writer has come.
+    resource: Option<usize>,
+    /// Newer and older entry of the same resource.
+    newer: u32,
+    older: u32,
     /// Older entry of the same job.
-    older_of_job: Link,
+    older_of_job: u32,
 }
 
 impl Fence {
-    /// A fence with no jobs.
-    pub fn new() -> Self {
-        Self::default()
+    /// A fence for resources `0..resources`.
+    pub fn new(resources: usize) -> Self {
+        let nobody = Job {
+            id: 0,
+            entries: NONE,
+        };
+        Self {
+            resources: vec![Resource::default(); resources].into(),
+            jobs: vec![nobody],
+            unused_tickets: Vec::new(),
+            entries: Vec::new(),
+            unused_entries: Vec::new(),
+        }
     }
 
-    /// Notes that `job` uses resource `id` until it leaves, and adds to `blockers` the other live jobs
-    /// that conflict with that, as [`Fence::blockers`] does.
+    /// Lets a job in.
+    pub fn join(&mut self, id: u64) -> Ticket {
+        let entries = NONE;
+        let ticket = self.unused_tickets.pop().unwrap_or_else(|| {
+            self.jobs.push(Job { id, entries });
+            self.jobs.len() as u32 - 1
+        });
+        self.jobs[ticket as usize] = Job { id, entries };
+        Ticket(ticket)
+    }
+
+    /// Notes that a job uses these resources until it leaves, and adds to `blockers` the live jobs it
+    /// has to wait for.
     ///
-    /// A job may name the same resource many times, for the same or another use.
-    pub fn enter(&mut self, job: u64, id: u32, mode: Use, blockers: &mut Vec<u64>) {
-        self.blockers(job, id, mode, blockers);
-        let index = match self.unused {
+    /// A job may name a resource many times, but for one use only. `blockers` is sorted and holds each
+    /// job once: pass the same vector for all uses of a job, empty at first.
+    pub fn enter(
+        &mut self,
+        ticket: Ticket,
+        mode: Use,
+        ids: impl IntoIterator<Item = usize>,
+        blockers: &mut Vec<u64>,
+    ) {
+        let me = ticket.0;
+        let mut last = NOBODY;
+        let mut note = |jobs: &[Job], other: u32| {
+            // Neighbours were often used by the same job.
+            if other != NOBODY && other != me && other != last {
+                last = other;
+                let job = jobs[other as usize].id;
+                if let Err(at) = blockers.binary_search(&job) {
+                    blockers.insert(at, job);
+                }
+            }
+        };
+        for id in ids {
+            let resource = self.resources[id];
+            note(&self.jobs, resource.writer);
+            match mode {
+                Use::Write => {
+                    note(&self.jobs, resource.reader);
+                    let mut link = resource.others.wrapping_sub(1);
+                    while link != NONE {
+                        let entry = &mut self.entries[link as usize];
+                        entry.resource = None;
+                        note(&self.jobs, entry.ticket);
+                        link = entry.older;
+                    }
+                    self.resources[id] = Resource {
+                        writer: me,
+                        ..Resource::default()
+                    };
+                }
+                Use::Read if resource.reader == NOBODY => self.resources[id].reader = me,
+                Use::Read if resource.reader == me => {}
+                Use::Read => self.enter_other(me, id),
+            }
+        }
+    }
+
+    /// Notes a reader for which the resource has no room.
+    fn enter_other(&mut self, me: u32, id: usize) {
+        let older = self.resources[id].others.wrapping_sub(1);
+        if older != NONE && self.entries[older as usize].ticket == me {
+            return; // Nobody has come in since, so its entry is the newest.
+        }
+        let job = &mut self.jobs[me as usize];
+        let entry = Entry {
+            ticket: me,
+            resource: Some(id),
+            newer: NONE,
+            older,
+            older_of_job: job.entries,
+        };
+        let index = match self.unused_entries.pop() {
             Some(index) => {
-                self.unused = self.entries[index as usize].next;
+                self.entries[index as usize] = entry;
                 index
             }
-            None => self.entries.len() as u32,
+            None => {
+                self.entries.push(entry);
+                self.entries.len() as u32 - 1
+            }
         };
-        let head = self.resources.entry(id).or_default().list(mode);
-        let next = head.replace(index);
-        let older_of_job = self.jobs.insert(job, index);
-        let entry = Entry {
-            job,
-            id,
-            mode,
-            prev: None,
-            next,
-            older_of_job,
-        };
-        match self.entries.get_mut(index as usize) {
-            Some(unused) => *unused = entry,
-            None => self.entries.push(entry),
+        job.entries = index;
+        if older != NONE {
+            self.entries[older as usize].newer = index;
         }
-        if let Some(next) = next {
-            self.entries[next as usize].prev = Some(index);
-        }
-        self.live += 1;
+        self.resources[id].others = index + 1;
     }
 
-    /// Adds to `blockers` the live jobs other than `job` that a use of resource `id` conflicts with.
-    ///
-    /// `blockers` is sorted and holds each job once: pass the same vector for all uses of a job, empty
-    /// at first.
-    pub fn blockers(&self, job: u64, id: u32, mode: Use, blockers: &mut Vec<u64>) {
-        let Some(resource) = self.resources.get(&id) else {
-            return;
-        };
-        let readers = if mode == Use::Write {
-            resource.readers
-        } else {
-            None
-        };
-        for list in [resource.writers, readers] {
-            let mut link = list;
-            while let Some(index) = link {
-                let entry = &self.entries[index as usize];
-                if entry.job != job
-                    && let Err(at) = blockers.binary_search(&entry.job)
-                {
-                    blockers.insert(at, entry.job);
-                }
-                link = entry.next;
+    /// Lets a job out. `ids` are all resources that it named.
+    pub fn leave(&mut self, ticket: Ticket, ids: impl IntoIterator<Item = usize>) {
+        let me = ticket.0;
+        for id in ids {
+            let resource = &mut self.resources[id];
+            if resource.writer == me {
+                resource.writer = NOBODY;
+            }
+            if resource.reader == me {
+                resource.reader = NOBODY;
             }
         }
-    }
-
-    /// Removes every use of `job`. Returns false if it has none.
-    pub fn leave(&mut self, job: u64) -> bool {
-        let mut link = self.jobs.remove(&job);
-        let known = link.is_some();
-        while let Some(index) = link {
-            link = self.entries[index as usize].older_of_job;
-            self.unlink(index);
+        let mut link = std::mem::replace(&mut self.jobs[me as usize].entries, NONE);
+        while link != NONE {
+            let entry = self.entries[link as usize];
+            if let Some(id) = entry.resource {
+                match entry.newer {
+                    NONE => self.resources[id].others = entry.older.wrapping_add(1),
+                    newer => self.entries[newer as usize].older = entry.older,
+                }
+                if entry.older != NONE {
+                    self.entries[entry.older as usize].newer = entry.newer;
+                }
+            }
+            self.unused_entries.push(link);
+            link = entry.older_of_job;
         }
-        known
+        self.unused_tickets.push(me);
     }
 
     /// Number of jobs inside.
     pub fn num_jobs(&self) -> usize {
-        self.jobs.len()
-    }
-
-    /// Number of uses, each naming counted.
-    pub fn num_uses(&self) -> usize {
-        self.live
-    }
-
-    /// Whether no job is inside.
-    pub fn is_empty(&self) -> bool {
-        self.jobs.is_empty()
-    }
-
-    fn unlink(&mut self, index: u32) {
-        let Entry {
-            id,
-            mode,
-            prev,
-            next,
-            ..
-        } = self.entries[index as usize];
-        if let Some(next) = next {
-            self.entries[next as usize].prev = prev;
-        }
-        match prev {
-            Some(prev) => self.entries[prev as usize].next = next,
-            None => {
-                // The head of its list. Without a next one the resource may have become unused.
-                if let Some(resource) = self.resources.get_mut(&id) {
-                    *resource.list(mode) = next;
-                    if resource.readers.is_none() && resource.writers.is_none() {
-                        self.resources.remove(&id);
-                    }
-                }
-            }
-        }
-        self.entries[index as usize].next = self.unused;
-        self.unused = Some(index);
-        self.live -= 1;
+        self.jobs.len() - 1 - self.unused_tickets.len()
     }
 }
 
@@ -188,52 +215,95 @@ impl Fence {
 mod tests {
     use super::*;
 
-    fn blockers(fence: &mut Fence, job: u64, id: u32, mode: Use) -> Vec<u64> {
-        let mut found = Vec::new();
-        fence.enter(job, id, mode, &mut found);
-        found
+    /// Lets a job in that uses one resource.
+    fn join(fence: &mut Fence, job: u64, id: usize, mode: Use) -> (Ticket, Vec<u64>) {
+        let (ticket, mut found) = (fence.join(job), Vec::new());
+        fence.enter(ticket, mode, [id], &mut found);
+        (ticket, found)
+    }
+
+    fn unused(fence: &Fence) -> bool {
+        let used = |r: &Resource| (r.writer, r.reader, r.others) != (0, 0, 0);
+        fence.num_jobs() == 0
+            && !fence.resources.iter().any(used)
+            && fence.unused_entries.len() == fence.entries.len()
     }
 
     #[test]
-    fn writers_conflict_with_everybody_and_readers_with_writers() {
-        let mut fence = Fence::new();
-        assert_eq!(blockers(&mut fence, 1, 7, Use::Read), []);
-        assert_eq!(blockers(&mut fence, 2, 7, Use::Read), []);
-        assert_eq!(blockers(&mut fence, 3, 7, Use::Write), [1, 2]);
-        assert_eq!(blockers(&mut fence, 4, 7, Use::Write), [1, 2, 3]);
-        assert_eq!(blockers(&mut fence, 5, 7, Use::Read), [3, 4]);
-        assert_eq!(blockers(&mut fence, 6, 8, Use::Write), []);
+    fn writers_wait_for_all_since_the_last_one_and_readers_for_that_one() {
+        let mut fence = Fence::new(9);
+        let mut tickets = Vec::new();
+        for (job, id, mode, expected) in [
+            (1, 7, Use::Read, &[][..]),
+            (2, 7, Use::Read, &[]),
+            (3, 7, Use::Read, &[]),
+            (4, 7, Use::Write, &[1, 2, 3]),
+            (5, 7, Use::Write, &[4]),
+            (6, 7, Use::Read, &[5]),
+            (7, 7, Use::Read, &[5]),
+            (8, 8, Use::Write, &[]),
+            (9, 7, Use::Write, &[5, 6, 7]),
+        ] {
+            let (ticket, found) = join(&mut fence, job, id, mode);
+            assert_eq!(found, expected, "job {job}");
+            tickets.push((ticket, id));
+        }
+        for (ticket, id) in tickets {
+            fence.leave(ticket, [id]);
+        }
+        assert!(unused(&fence));
+    }
+
+    #[test]
+    fn those_who_have_left_are_not_waited_for() {
+        let mut fence = Fence::new(1);
+        let readers = [1, 2, 3, 4].map(|job| join(&mut fence, job, 0, Use::Read).0);
+        for at in [2, 0] {
+            fence.leave(readers[at], [0]);
+        }
+        let (fifth, found) = join(&mut fence, 5, 0, Use::Read);
+        assert_eq!(found, []);
+        let (writer, found) = join(&mut fence, 6, 0, Use::Write);
+        assert_eq!(found, [2, 4, 5]);
+        for ticket in [readers[1], readers[3], fifth, writer] {
+            fence.leave(ticket, [0]);
+        }
+        assert!(unused(&fence));
     }
 
     /// A15: two groups share a block, so one job names it twice; leaving removes both at once.
     #[test]
     fn a_job_may_name_a_resource_twice_and_never_blocks_itself() {
-        let mut fence = Fence::new();
-        assert_eq!(blockers(&mut fence, 1, 7, Use::Read), []);
-        assert_eq!(blockers(&mut fence, 1, 7, Use::Read), []);
-        assert_eq!(blockers(&mut fence, 1, 7, Use::Write), []);
-        assert_eq!(blockers(&mut fence, 2, 7, Use::Write), [1], "each job once");
-        assert!(fence.leave(1));
-        assert!(
-            !fence.leave(1),
-            "a second removal finds nothing and harms nobody"
-        );
-        assert_eq!(blockers(&mut fence, 3, 7, Use::Read), [2]);
-        assert!(fence.leave(2) && fence.leave(3));
-        assert!(fence.is_empty());
-        assert_eq!(fence.num_uses(), 0);
-        assert!(fence.resources.is_empty());
+        for mode in [Use::Read, Use::Write] {
+            let mut fence = Fence::new(8);
+            let (first, mut found) = (fence.join(1), Vec::new());
+            fence.enter(first, mode, [7, 7, 6, 7], &mut found);
+            let second = fence.join(2);
+            fence.enter(second, Use::Read, [5, 5], &mut found);
+            assert_eq!(found, []);
+            fence.enter(second, mode, [7, 6, 7], &mut found);
+            let waits = if mode == Use::Write { &[1][..] } else { &[] };
+            assert_eq!(found, waits, "each job once");
+            fence.leave(first, [7, 7, 6, 7]);
+            fence.leave(second, [5, 5, 7, 6, 7]);
+            assert!(unused(&fence));
+        }
     }
 
     #[test]
     fn memory_is_used_again() {
-        let mut fence = Fence::new();
-        for job in 0..1000 {
-            for id in 0..10 {
-                assert_eq!(blockers(&mut fence, job, id, Use::Write), []);
+        let mut fence = Fence::new(10);
+        for round in 0..1000 {
+            let jobs = [0, 1, 2].map(|job| {
+                let (ticket, mut found) = (fence.join(round * 3 + job), Vec::new());
+                fence.enter(ticket, Use::Read, 0..10, &mut found);
+                assert_eq!(found, []);
+                ticket
+            });
+            for ticket in jobs {
+                fence.leave(ticket, 0..10);
             }
-            fence.leave(job);
         }
-        assert_eq!(fence.entries.len(), 10);
+        assert_eq!((fence.entries.len(), fence.jobs.len()), (20, 4));
     }
 }

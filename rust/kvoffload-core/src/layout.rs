@@ -204,6 +204,13 @@ impl KvLayout {
         self.groups.get(group).map_or(0, |group| group.num_blocks)
     }
 
+    /// One more than the largest number of a block that has bytes: the largest
+    /// [`KvLayout::num_blocks`] of the groups with refs, 0 if there are none.
+    pub fn max_blocks(&self) -> u32 {
+        let groups = self.groups.iter().filter(|group| !group.refs.is_empty());
+        groups.map(|group| group.num_blocks).max().unwrap_or(0)
+    }
+
     /// Blocks in a chunk.
     pub fn blocks_per_chunk(&self) -> u32 {
         self.blocks_per_chunk

@@ -1,8 +1,7 @@
-//! The job table and the fence against plain models.
+//! The job table against a plain model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvoffload_core::fence::{Fence, Use};
 use kvoffload_core::jobs::{Failure, Finished, Job, JobError, JobId, JobKind, JobTable, Report};
 use kvoffload_core::pool::{Generation, Slot};
 use proptest::prelude::*;
@@ -116,38 +115,6 @@ proptest! {
             prop_assert_eq!(last, Some(Report::Finished(expected)));
         }
         prop_assert!(table.is_empty());
-    }
-
-    /// The fence against a list of all uses.
-    #[test]
-    fn the_fence_does_what_the_model_does(
-        ops in prop::collection::vec((0..6u64, 0..5u32, any::<bool>(), 0..8u32), 0..300),
-    ) {
-        let mut fence = Fence::new();
-        let mut uses: Vec<(u64, u32, Use)> = Vec::new();
-        for (job, id, writes, dice) in ops {
-            if dice == 0 {
-                let known = uses.iter().any(|entry| entry.0 == job);
-                prop_assert_eq!(fence.leave(job), known);
-                uses.retain(|entry| entry.0 != job);
-            } else {
-                let mode = if writes { Use::Write } else { Use::Read };
-                let expected: BTreeSet<u64> = uses.iter()
-                    .filter(|entry| entry.0 != job && entry.1 == id)
-                    .filter(|entry| mode == Use::Write || entry.2 == Use::Write)
-                    .map(|entry| entry.0)
-                    .collect();
-                let mut found = Vec::new();
-                fence.blockers(job, id, mode, &mut found);
-                prop_assert_eq!(&found, &expected.iter().copied().collect::<Vec<_>>());
-                fence.enter(job, id, mode, &mut found);
-                prop_assert_eq!(found, expected.into_iter().collect::<Vec<_>>(), "each once");
-                uses.push((job, id, mode));
-            }
-            let jobs: BTreeSet<u64> = uses.iter().map(|entry| entry.0).collect();
-            prop_assert_eq!((fence.num_jobs(), fence.num_uses()), (jobs.len(), uses.len()));
-            prop_assert_eq!(fence.is_empty(), uses.is_empty());
-        }
     }
 }
 

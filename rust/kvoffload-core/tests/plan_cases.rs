@@ -2,7 +2,7 @@
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, LayoutError, PageRef, TensorLayout, slot_bytes};
-use kvoffload_core::plan::{CopyPlan, CopyRun, Geometry, PlanError};
+use kvoffload_core::plan::{CheckScratch, CopyPlan, CopyRun, Geometry, PlanError};
 use kvoffload_core::pool::Slot;
 
 fn tensor(num_blocks: u32, block_stride: u64, page_bytes: u64) -> TensorLayout {
@@ -98,7 +98,7 @@ fn a_group_without_refs_uses_slots_and_moves_nothing() {
         slots: &slots(&[0, 1, 2]),
     };
     assert_eq!(
-        job.check_job(JobKind::Load, &layout, &mut Vec::new()),
+        job.check_job(JobKind::Load, &layout, &mut CheckScratch::new(&layout)),
         Ok(())
     );
     assert_eq!(runs(&layout, job), [(0, 96, 128, 32)]);
@@ -219,7 +219,7 @@ fn no_job_writes_a_byte_twice() {
             block_indices: &[0, 0, 0],
             slots: &used,
         };
-        job.check_job(kind, &layout, &mut Vec::new())
+        job.check_job(kind, &layout, &mut CheckScratch::new(&layout))
     };
     let twice = |block, first, second| {
         Err(PlanError::BlockTwice {

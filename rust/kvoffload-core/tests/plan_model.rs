@@ -3,7 +3,7 @@
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, LayoutError, PageRef, TensorLayout, slot_bytes};
-use kvoffload_core::plan::{CopyPlan, CopyRun, Geometry, RunCursor};
+use kvoffload_core::plan::{CheckScratch, CopyPlan, CopyRun, Geometry, RunCursor};
 use kvoffload_core::pool::Slot;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -330,7 +330,10 @@ proptest! {
         let layout = shape.layout().unwrap();
         let geometry = work.geometry();
         prop_assert_eq!(geometry.check(&layout), Ok(()));
-        let checked = geometry.check_job(kind, &layout, &mut vec![7; 3]);
+        let mut scratch = CheckScratch::new(&layout);
+        let checked = geometry.check_job(kind, &layout, &mut scratch);
+        let again = geometry.check_job(kind, &layout, &mut scratch);
+        prop_assert_eq!(&again, &checked, "nothing is left in the working memory");
         prop_assert_eq!(checked.is_err(), writes_twice(kind, &shape, &work), "{:?}", checked);
 
         let mut plan = CopyPlan::default();
@@ -381,8 +384,9 @@ proptest! {
         let built = plan.build_into(&layout, &work.geometry());
         prop_assert_eq!(built, work.geometry().check(&layout));
         if built.is_err() {
+            let mut scratch = CheckScratch::new(&layout);
             prop_assert!(plan.runs.is_empty() && plan.bytes == 0);
-            prop_assert_eq!(work.geometry().check_job(JobKind::Load, &layout, &mut vec![]), built);
+            prop_assert_eq!(work.geometry().check_job(JobKind::Load, &layout, &mut scratch), built);
         } else {
             let mut memory = Memory::new(&shape);
             plan.runs.iter().for_each(|&run| memory.copy(JobKind::Store, run));

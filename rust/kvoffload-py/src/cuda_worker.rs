@@ -11,9 +11,9 @@ use kvoffload_transfer::{EngineConfig, JobKind};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::cast;
+use crate::convert::{cast, ids};
 use crate::worker::{
-    Finished, config_error, finished, ids, job_list, page_refs, shapes, start_error, submit_error,
+    Finished, config_error, finished, job_list, page_refs, shapes, start_error, submit_error,
     timeout, verify_mode, wait_error,
 };
 
@@ -228,11 +228,8 @@ impl CudaWorker {
         stream: usize,
     ) -> PyResult<()> {
         let (block_ids, group_sizes, block_indices, slots) = parts;
-        let block_ids = ids(py, job, "block_ids", block_ids)?;
-        let slots: Vec<Slot> = ids(py, job, "slots", slots)?
-            .into_iter()
-            .map(Slot::new)
-            .collect();
+        let block_ids = ids(py, job, "block_ids", block_ids, |block| block)?;
+        let slots = ids(py, job, "slots", slots, Slot::new)?;
         let geometry = Geometry {
             block_ids: &block_ids,
             group_sizes,

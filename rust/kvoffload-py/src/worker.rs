@@ -10,11 +10,10 @@ use kvoffload_transfer::{
     Completion, CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind,
     LoadFault, StartError, SubmitError, Verify, WaitTimeout,
 };
-use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::cast;
+use crate::convert::{cast, ids};
 use crate::errors::{About, raise};
 
 /// (job, whether it is a store, bytes, seconds)
@@ -174,11 +173,8 @@ impl HostWorker {
         block_indices: &[u64],
         slots: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let block_ids = ids(py, job, "block_ids", block_ids)?;
-        let slots: Vec<Slot> = ids(py, job, "slots", slots)?
-            .into_iter()
-            .map(Slot::new)
-            .collect();
+        let block_ids = ids(py, job, "block_ids", block_ids, |id| id)?;
+        let slots = ids(py, job, "slots", slots, Slot::new)?;
         let geometry = Geometry {
             block_ids: &block_ids,
             group_sizes,
@@ -286,38 +282,6 @@ pub(crate) fn page_refs(groups: Vec<Vec<(u32, u64)>>) -> Vec<Vec<PageRef>> {
     groups
         .into_iter()
         .map(|group| group.into_iter().map(page_ref).collect())
-        .collect()
-}
-
-/// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30.
-pub(crate) fn ids(
-    py: Python<'_>,
-    job: u64,
-    field: &'static str,
-    object: &Bound<'_, PyAny>,
-) -> PyResult<Vec<u32>> {
-    let bad = |text: String| {
-        let about = About {
-            field: Some(field),
-            job: Some(job),
-            ..About::default()
-        };
-        raise(
-            py,
-            "InvalidJobError",
-            format!("job {job}: {field} {text}"),
-            about,
-        )
-    };
-    let wide: Vec<i64> = if let Ok(buffer) = PyBuffer::<i32>::get(object) {
-        buffer.to_vec(py)?.into_iter().map(i64::from).collect()
-    } else if let Ok(buffer) = PyBuffer::<i64>::get(object) {
-        buffer.to_vec(py)?
-    } else {
-        return Err(bad("must be an array of 32 or 64-bit integers".to_owned()));
-    };
-    wide.iter()
-        .map(|&id| u32::try_from(id).map_err(|_| bad(format!("has {id}: ids are 0 to 4294967295"))))
         .collect()
 }
 

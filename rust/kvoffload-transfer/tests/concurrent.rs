@@ -42,10 +42,11 @@ fn every_job_ends_once_under_load_from_two_threads() {
                         let kind = if store { JobKind::Store } else { JobKind::Load };
                         rig.submit(kind, job, &random_job(shape, kind, &mut random))
                             .unwrap();
-                        if random.below(100) == 0 {
-                            rig.engine
-                                .wait(&[job, job.saturating_sub(8)], LONG)
-                                .unwrap();
+                        let some = [job, job.saturating_sub(8)];
+                        match random.below(100) {
+                            0 => rig.engine.wait(&some, LONG).unwrap(),
+                            1..5 => rig.engine.wait_enqueued(&some, LONG).unwrap(),
+                            _ => {}
                         }
                     }
                 })

@@ -1,7 +1,7 @@
 //! A job's copies one after the other, from wherever the last call stopped.
 
 use super::{CopyRun, Geometry};
-use crate::layout::KvLayout;
+use crate::layout::{KvLayout, PlacedRef};
 
 /// Where in a job's copies its reader is. The default is the start.
 ///
@@ -29,13 +29,13 @@ pub struct RunCursor {
     /// Whether a piece begins with the slot.
     border: bool,
 
-    /// The current ref and how many the group has; the next sub-block of it.
+    /// The current ref and how many the group has; the sub-block of it that is next.
     page: usize,
     pages: usize,
     sub_block: u32,
 
-    /// Read already, but not handed out: what did not fit into a run, or did not belong to it.
-    ahead: Option<CopyRun>,
+    /// Bytes of the current page that were handed out with an earlier run.
+    cut: u64,
 }
 
 impl RunCursor {
@@ -51,39 +51,44 @@ impl RunCursor {
         limit: u64,
     ) -> Option<CopyRun> {
         debug_assert!(limit > 0, "a run has at least one byte");
-        let mut run = match self.ahead.take() {
-            Some(run) => run,
-            None => self.next_page(layout, geometry)?,
+        self.settle(layout, geometry)?;
+        let mut page = self.page(&layout.refs(self.group)[self.page], geometry);
+        let mut run = CopyRun {
+            tensor: page.tensor,
+            device_offset: page.device_offset + self.cut,
+            region_offset: page.region_offset + self.cut,
+            bytes: page.bytes - self.cut,
         };
-        while run.bytes < limit {
-            let Some(page) = self.next_page(layout, geometry) else {
+        loop {
+            if run.bytes > limit {
+                self.cut = page.bytes - (run.bytes - limit);
+                run.bytes = limit;
                 return Some(run);
-            };
-            let adjacent = run.tensor == page.tensor
-                && run.device_offset + run.bytes == page.device_offset
+            }
+            self.cut = 0;
+            self.sub_block += 1;
+            if run.bytes == limit || self.settle(layout, geometry).is_none() {
+                return Some(run);
+            }
+            let placed = &layout.refs(self.group)[self.page];
+            // Most often so when refs have tensors of their own, and cheap to find out.
+            if placed.tensor != run.tensor {
+                return Some(run);
+            }
+            page = self.page(placed, geometry);
+            let adjacent = run.device_offset + run.bytes == page.device_offset
                 && run.region_offset + run.bytes == page.region_offset;
             // A page lies in one slot and a slot in one piece, so only a slot's start can be a border.
             if !adjacent || (self.border && page.region_offset == self.start) {
-                self.ahead = Some(page);
                 return Some(run);
             }
             run.bytes += page.bytes;
         }
-        if run.bytes > limit {
-            self.ahead = Some(CopyRun {
-                device_offset: run.device_offset + limit,
-                region_offset: run.region_offset + limit,
-                bytes: run.bytes - limit,
-                ..run
-            });
-            run.bytes = limit;
-        }
-        Some(run)
     }
 
-    /// One block's page of one ref.
+    /// Makes `page` and `sub_block` those of the next page, if there is one.
     #[inline]
-    fn next_page(&mut self, layout: &KvLayout, geometry: &Geometry<'_>) -> Option<CopyRun> {
+    fn settle(&mut self, layout: &KvLayout, geometry: &Geometry<'_>) -> Option<()> {
         if self.sub_block == self.end {
             self.page += 1;
             if self.page >= self.pages {
@@ -91,16 +96,19 @@ impl RunCursor {
             }
             self.sub_block = self.first;
         }
-        let page = &layout.refs(self.group)[self.page];
+        Some(())
+    }
+
+    /// The current block's page of this ref.
+    #[inline]
+    fn page(&self, page: &PlacedRef, geometry: &Geometry<'_>) -> CopyRun {
         let block = geometry.block_ids[self.block + (self.sub_block - self.first) as usize];
-        let sub_block = u64::from(self.sub_block);
-        self.sub_block += 1;
-        Some(CopyRun {
+        CopyRun {
             tensor: page.tensor,
             device_offset: u64::from(block) * page.block_stride,
-            region_offset: self.start + page.offset + sub_block * page.page_bytes,
+            region_offset: self.start + page.offset + u64::from(self.sub_block) * page.page_bytes,
             bytes: page.page_bytes,
-        })
+        }
     }
 
     /// Goes to the next chunk that has bytes; at the job's end it stays where it is.

@@ -8,7 +8,8 @@ use std::time::Instant;
 use kvoffload_core::jobs::JobKind;
 
 use super::Shared;
-use super::state::{Start, lane};
+use super::job::Start;
+use super::state::lane;
 use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::region::Region;
@@ -27,12 +28,16 @@ pub(super) struct Lane {
     progress: Progress,
     /// The job that is being started or ended.
     current: Option<u64>,
+    /// The last thing done was to place a job.
+    placed: bool,
 }
 
 enum Next {
     Start(Start),
     End(Ended),
     Poll,
+    /// Find out whom the next job in the inbox has to wait for.
+    Place,
     /// Somebody waits for a job that the backend may hold.
     Rush(u64),
     /// Give up what the backend holds.
@@ -86,12 +91,16 @@ impl Lane {
             poll_at: None,
             progress: Progress::default(),
             current: None,
+            placed: false,
         }
     }
 
     /// Does one thing; false at the end.
     fn turn(&mut self) -> bool {
-        match self.next() {
+        let next = self.next();
+        self.placed = matches!(next, Next::Place);
+        match next {
+            Next::Place => self.shared.place_next(),
             Next::Start(start) => {
                 let (job, rushed) = (start.job, start.rushed);
                 self.current = Some(job);
@@ -170,7 +179,12 @@ impl Lane {
                     Next::Start(start)
                 };
             }
-            if self.held > 0 && self.poll_at.is_some_and(|at| at <= Instant::now()) {
+            // By turns, so that neither a full inbox nor a busy backend holds the other up.
+            let poll = self.held > 0 && self.poll_at.is_some_and(|at| at <= Instant::now());
+            if state.has_mail() && !(poll && self.placed) {
+                return Next::Place;
+            }
+            if poll {
                 return Next::Poll;
             }
             if state.closing && !state.has_live(self.kind) {
@@ -230,6 +244,7 @@ impl Lane {
             self.backend.retire(&work);
         }
         shared.finish(work.job, work.bytes, seconds, outcome);
+        shared.recycle(work.ids);
     }
 
     /// After a panic: the jobs it may have hit end with an error, once nothing copies for them.

@@ -1,9 +1,10 @@
 //! Queues, threads and completions: takes jobs, orders them, has them copied, reports their ends.
 //!
-//! - The caller's thread checks a job's numbers, notes what it uses and puts it into a queue. It
-//!   never waits for a copy.
+//! - The caller's thread checks a job's numbers, copies them and puts the job into an inbox. It never
+//!   waits for a copy.
 //! - Stores and loads have a thread each, so that no load queues behind a store it has nothing to do
-//!   with. Which job may start when is decided in `state.rs`.
+//!   with. Whichever thread is free first finds out whom the jobs in the inbox have to wait for
+//!   (`order.rs`); which job may start when is decided in `state.rs`.
 //! - A thread works in short steps (the host backend copies 8 MiB at most in one), between which a
 //!   shutdown is noticed. Counters and completions need only a lock that is never held during a copy.
 //! - What one job's code panics with ends that job (and what its backend held) with an error; the
@@ -11,7 +12,10 @@
 //! - A wait that times out puts the slots of its jobs into quarantine: no new job may name them until
 //!   the copies are known to be over.
 
+mod config;
+mod job;
 mod lane;
+mod order;
 mod state;
 mod stats;
 
@@ -22,62 +26,28 @@ use std::time::{Duration, Instant};
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::KvLayout;
-use kvoffload_core::plan::Geometry;
+use kvoffload_core::plan::{CheckScratch, Geometry};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::backend::Backend;
 use crate::error::{CopyError, StartError, SubmitError, WaitTimeout};
 use crate::region::Region;
-use crate::verify::{Verifier, Verify};
+use crate::verify::Verifier;
+pub use config::{EngineConfig, ShutdownReport};
+pub use job::Completion;
+pub(crate) use job::JobIds;
+use job::Until;
 use lane::Lane;
-pub use state::Completion;
-pub(crate) use state::JobIds;
-use state::{State, Until, lane};
+use order::Order;
+use state::{State, lane};
 pub use stats::{KindStats, Stats};
 
 /// How long a shutdown waits for its threads once they have been told to give up. A step of the host
 /// backend takes milliseconds; only a driver that hangs needs more.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Settings of an engine.
-#[derive(Debug, Clone)]
-pub struct EngineConfig {
-    /// Whether slots are hashed.
-    pub verify: Verify,
-    /// The most jobs that may be live or ended but not taken.
-    pub max_jobs: usize,
-    /// How long a drop waits for live jobs.
-    pub shutdown_timeout: Duration,
-    /// False lets loads read slots, or blocks of a slot, that nothing was stored to: for tests of
-    /// copies alone.
-    #[doc(hidden)]
-    pub stored_only: bool,
-    /// False lets conflicting jobs run side by side: a test shows with it that the fence is needed.
-    #[doc(hidden)]
-    pub fences: bool,
-}
-
-impl Default for EngineConfig {
-    fn default() -> Self {
-        Self {
-            verify: Verify::Off,
-            max_jobs: 65_536,
-            shutdown_timeout: Duration::from_secs(10),
-            stored_only: true,
-            fences: true,
-        }
-    }
-}
-
-/// What a shutdown left behind.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ShutdownReport {
-    /// Jobs that were given up at the deadline, in ascending order. Each is reported with an error.
-    pub abandoned: Vec<u64>,
-    /// Threads that did not end in time. The memory they may touch stays mapped, and their jobs stay
-    /// unreported, until they do.
-    pub stuck_threads: usize,
-}
+/// Of how many jobs that are over the memory is kept.
+const SPARE_JOBS: usize = 256;
 
 /// Moves the bytes of jobs, in both directions, over one backend.
 #[derive(Debug)]
@@ -85,7 +55,7 @@ pub struct Engine {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Working memory of the checks at a submit.
-    scratch: Mutex<Vec<u64>>,
+    scratch: Mutex<CheckScratch>,
     shutdown_timeout: Duration,
 }
 
@@ -95,8 +65,12 @@ pub struct Engine {
 struct Shared {
     layout: Arc<KvLayout>,
     verifier: Verifier,
+    /// Taken by the threads only, and never while they hold `state`.
+    order: Mutex<Order>,
     state: Mutex<State>,
-    /// Wakes a direction's thread: it has something to start, or the engine is closing.
+    /// Memory of jobs that are over.
+    spare: Mutex<Vec<Arc<JobIds>>>,
+    /// Wakes a direction's thread: a job was submitted, it has something to start, or the engine is closing.
     wake: [Condvar; 2],
     /// A job or a thread has ended, or a job's copies are all enqueued.
     ended: Condvar,
@@ -128,16 +102,19 @@ impl Engine {
         }
         let shared = Arc::new(Shared {
             verifier: Verifier::new(config.verify, config.stored_only, layout.num_slots()),
-            layout,
-            state: Mutex::new(State::new(config.max_jobs, config.fences)),
+            order: Mutex::new(Order::new(&layout, config.fences)),
+            state: Mutex::new(State::new(config.max_jobs)),
+            spare: Mutex::default(),
             wake: Default::default(),
             ended: Condvar::new(),
             abandoning: AtomicBool::new(false),
+            layout,
         });
+        let scratch = Mutex::new(CheckScratch::new(&shared.layout));
         let engine = Self {
             shared,
             threads: Mutex::default(),
-            scratch: Mutex::default(),
+            scratch,
             shutdown_timeout: config.shutdown_timeout,
         };
         let kinds = [
@@ -172,8 +149,9 @@ impl Engine {
 
     /// Queues a job. Its end will be reported once, by [`Engine::take_finished`].
     ///
-    /// Costs time proportional to the blocks and slots named, and never waits for a copy. Jobs that
-    /// conflict on a slot or a block run in the order of their submits.
+    /// Checks the numbers of blocks and slots and copies them, which costs a few nanoseconds for each,
+    /// and never waits for a copy. Jobs that conflict on a slot or a block run in the order of their
+    /// submits.
     ///
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
@@ -185,12 +163,23 @@ impl Engine {
     ) -> Result<(), SubmitError> {
         let checked = geometry.check_job(kind, &self.shared.layout, &mut self.scratch.lock());
         checked.map_err(|source| SubmitError::Geometry { job, source })?;
-        let ids = JobIds::new(&geometry);
-        let can_start = self.shared.state.lock().submit(job, kind, ids)?;
-        if can_start {
-            self.shared.wake[lane(kind)].notify_one();
+        let shared = &*self.shared;
+        let mut ids = shared.spare.lock().pop().unwrap_or_default();
+        Arc::get_mut(&mut ids)
+            .expect("spare memory has no other owner")
+            .set(&geometry);
+        let mut state = shared.state.lock();
+        let admitted = state.admit(job, &ids.slots);
+        if admitted.is_ok() {
+            // No clone is kept here: the job may be over, and its memory free, before this returns.
+            state.submit(job, kind, ids);
+            drop(state);
+            shared.wake[lane(kind)].notify_one();
+        } else {
+            drop(state);
+            shared.recycle(ids);
         }
-        Ok(())
+        admitted
     }
 
     /// The ends of all jobs that have ended since the last call, oldest first.
@@ -239,7 +228,8 @@ impl Engine {
         let mut state = self.shared.state.lock();
         if until == Until::Enqueued && state.any_awaited(&mut left, until) {
             state.rush(&left);
-            self.shared.wake_workers(&state);
+            self.shared.unlock_and_wake(state);
+            state = self.shared.state.lock();
         }
         while state.any_awaited(&mut left, until) {
             if self
@@ -337,13 +327,43 @@ impl Shared {
         }
     }
 
+    /// Gives the oldest job in the inbox its place among those who use slots and blocks, and wakes
+    /// the direction that can start it.
+    fn place_next(&self) {
+        let mut order = self.order.lock();
+        // Jobs are taken out under the lock of `order`, so they get their places in order.
+        let Some((job, kind, ids)) = self.state.lock().next_mail() else {
+            return;
+        };
+        let (ticket, blockers) = order.enter(job, kind, &self.layout, &ids);
+        // Whoever is in the way has not ended yet: that takes the lock of `order`.
+        let mut state = self.state.lock();
+        state.placed(job, ticket, blockers);
+        self.unlock_and_wake(state);
+    }
+
     /// Ends a job, and wakes whoever that concerns.
     fn finish(&self, job: u64, bytes: u64, seconds: f64, outcome: Result<(), CopyError>) {
+        let mut order = self.order.lock();
+        let place = self.state.lock().place(job);
+        if let Some((ticket, ids)) = place {
+            order.leave(ticket, &self.layout, &ids);
+        }
         let mut state = self.state.lock();
         state.finish(job, bytes, seconds, outcome);
-        self.wake_workers(&state);
-        drop(state);
+        self.unlock_and_wake(state);
+        drop(order);
         self.ended.notify_all();
+    }
+
+    /// Keeps a job's memory for another one, if nobody has it any more.
+    fn recycle(&self, mut ids: Arc<JobIds>) {
+        if Arc::get_mut(&mut ids).is_some() {
+            let mut spare = self.spare.lock();
+            if spare.len() < SPARE_JOBS {
+                spare.push(ids);
+            }
+        }
     }
 
     /// Notes that all copies of these jobs are in the device's queues.
@@ -352,12 +372,14 @@ impl Shared {
         self.ended.notify_all();
     }
 
-    /// Wakes the directions that have something to do.
-    fn wake_workers(&self, state: &State) {
-        for kind in [JobKind::Store, JobKind::Load] {
-            if state.has_work(kind) {
-                self.wake[lane(kind)].notify_one();
-            }
+    /// Wakes the directions that have something to do, once the lock is free: a thread that wakes
+    /// needs it, and callers should not wait for the system call.
+    fn unlock_and_wake(&self, state: MutexGuard<'_, State>) {
+        let kinds = [JobKind::Store, JobKind::Load];
+        let work = kinds.map(|kind| state.has_work(kind));
+        drop(state);
+        for (kind, _) in kinds.into_iter().zip(work).filter(|(_, work)| *work) {
+            self.wake[lane(kind)].notify_one();
         }
     }
 

@@ -1,5 +1,6 @@
 //! Which jobs are live, which may start, and who waits for whom: the part of the engine that has no
-//! threads.
+//! threads. Its lock is held for short moments only, which do not depend on how much a job names (but
+//! for a slot's quarantine); what takes longer is in `order.rs`.
 //!
 //! A job is *held back* until every earlier live job that conflicts with it (one of them writes a
 //! slot or a block that both use) has ended. It only ever waits for earlier jobs, so there is always
@@ -7,134 +8,26 @@
 //! held back are passed by the others.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvoffload_core::fence::{Fence, Use};
+use kvoffload_core::fence::Ticket;
 use kvoffload_core::jobs::JobKind;
-use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
 
+use super::job::{Completion, JobIds, Live, Phase, Queue, Start, Until};
 use super::stats::{KindStats, Stats};
 use crate::error::{CopyError, SubmitError};
-
-/// The end of one job.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Completion {
-    /// The job.
-    pub job: u64,
-    /// Its direction.
-    pub kind: JobKind,
-    /// Bytes that were copied; 0 if it failed.
-    pub bytes: u64,
-    /// Seconds between the first copy's start and the last one's end.
-    pub seconds: f64,
-    /// Whether all bytes arrived.
-    pub outcome: Result<(), CopyError>,
-}
-
-/// What a job named, kept as long as it is live.
-#[derive(Debug)]
-pub(crate) struct JobIds {
-    block_ids: Box<[u32]>,
-    group_sizes: Box<[u32]>,
-    block_indices: Box<[u64]>,
-    pub(super) slots: Box<[Slot]>,
-}
-
-impl JobIds {
-    pub(super) fn new(geometry: &Geometry<'_>) -> Self {
-        Self {
-            block_ids: geometry.block_ids.into(),
-            group_sizes: geometry.group_sizes.into(),
-            block_indices: geometry.block_indices.into(),
-            slots: geometry.slots.into(),
-        }
-    }
-
-    pub(crate) fn geometry(&self) -> Geometry<'_> {
-        Geometry {
-            block_ids: &self.block_ids,
-            group_sizes: &self.group_sizes,
-            block_indices: &self.block_indices,
-            slots: &self.slots,
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Live {
-    kind: JobKind,
-    /// Position in the order of submits.
-    order: u64,
-    ids: Arc<JobIds>,
-    submitted: Instant,
-    phase: Phase,
-    /// Jobs it waited for when it was submitted, and how many of them are live.
-    blockers: Vec<u64>,
-    blocked_by: usize,
-    /// Jobs that wait for it.
-    dependents: Vec<u64>,
-    /// A wait for it has timed out, so that its slots are quarantined.
-    overdue: bool,
-    /// Somebody waits until its copies are in the device's queues.
-    rushed: bool,
-}
-
-/// How far a live job has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    /// It waits for other jobs.
-    Held,
-    /// It is in the queue of its direction.
-    Ready,
-    /// Its direction's thread has it.
-    Started,
-    /// All its copies are in the device's queues.
-    Enqueued,
-}
-
-/// A job that a thread is to start.
-#[derive(Debug)]
-pub(super) struct Start {
-    pub(super) job: u64,
-    pub(super) ids: Arc<JobIds>,
-    /// Somebody waits for its copies to be in the device's queues.
-    pub(super) rushed: bool,
-}
-
-/// Jobs of one direction that may start, as (order, job).
-#[derive(Debug, Default)]
-struct Queue {
-    /// How many there are. The heaps may name others: a job that is rushed while it waits is put
-    /// into the other heap, too, and left in the first.
-    jobs: usize,
-    rushed: BinaryHeap<Reverse<(u64, u64)>>,
-    ready: BinaryHeap<Reverse<(u64, u64)>>,
-    /// Started jobs that the backend is to hurry up.
-    to_rush: Vec<u64>,
-}
-
-/// What a wait waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Until {
-    /// The job is over.
-    Ended,
-    /// The job is over, or its copies are in the device's queues.
-    Enqueued,
-}
 
 /// See the module's description.
 #[derive(Debug)]
 pub(super) struct State {
     live: HashMap<u64, Live>,
+    /// Jobs without a place among those who use slots and blocks, in the order of their submits.
+    inbox: VecDeque<u64>,
     /// Per direction.
     queues: [Queue; 2],
-    slots: Fence,
-    blocks: Fence,
-    /// False only in a test that shows what the fence is for.
-    fences: bool,
     submits: u64,
     max_jobs: usize,
     finished: Vec<Completion>,
@@ -159,13 +52,11 @@ pub(super) fn lane(kind: JobKind) -> usize {
 }
 
 impl State {
-    pub(super) fn new(max_jobs: usize, fences: bool) -> Self {
+    pub(super) fn new(max_jobs: usize) -> Self {
         Self {
             live: HashMap::new(),
+            inbox: VecDeque::new(),
             queues: Default::default(),
-            slots: Fence::new(),
-            blocks: Fence::new(),
-            fences,
             submits: 0,
             max_jobs,
             finished: Vec::new(),
@@ -178,13 +69,8 @@ impl State {
         }
     }
 
-    /// Takes a job whose geometry is known to be good. Says whether it can start at once.
-    pub(super) fn submit(
-        &mut self,
-        job: u64,
-        kind: JobKind,
-        ids: JobIds,
-    ) -> Result<bool, SubmitError> {
+    /// Whether a job can be taken whose geometry is known to be good.
+    pub(super) fn admit(&self, job: u64, slots: &[Slot]) -> Result<(), SubmitError> {
         if self.closing {
             return Err(SubmitError::Closed { job });
         }
@@ -198,59 +84,77 @@ impl State {
             });
         }
         if !self.quarantine.is_empty()
-            && let Some(&slot) = ids
-                .slots
-                .iter()
-                .find(|slot| self.quarantine.contains_key(slot))
+            && let Some(&slot) = slots.iter().find(|slot| self.quarantine.contains_key(slot))
         {
             return Err(SubmitError::Quarantined { job, slot });
         }
+        Ok(())
+    }
 
-        let (slot_use, block_use) = match kind {
-            JobKind::Store => (Use::Write, Use::Read),
-            JobKind::Load => (Use::Read, Use::Write),
-        };
-        let mut blockers = Vec::new();
-        for slot in &ids.slots {
-            self.slots.enter(job, slot.get(), slot_use, &mut blockers);
-        }
-        for &block in &ids.block_ids {
-            self.blocks.enter(job, block, block_use, &mut blockers);
-        }
-        if !self.fences {
-            blockers.clear();
-        }
-        for blocker in &blockers {
-            if let Some(blocker) = self.live.get_mut(blocker) {
-                blocker.dependents.push(job);
-            }
-        }
-
+    /// Takes a job that was admitted into the inbox.
+    pub(super) fn submit(&mut self, job: u64, kind: JobKind, ids: Arc<JobIds>) {
         self.submits += 1;
-        let order = self.submits;
-        let can_start = blockers.is_empty();
         let live = Live {
             kind,
-            order,
-            ids: Arc::new(ids),
+            order: self.submits,
+            ids,
             submitted: Instant::now(),
-            phase: Phase::Held,
-            blocked_by: blockers.len(),
-            blockers,
+            phase: Phase::Submitted,
+            ticket: None,
+            blockers: Vec::new(),
+            blocked_by: 0,
             dependents: Vec::new(),
             overdue: false,
             rushed: false,
         };
         self.live.insert(job, live);
-        if can_start {
-            self.make_ready(job);
-        } else {
-            self.stats.fence_waits += 1;
-        }
+        self.inbox.push_back(job);
         let stats = self.kind_stats(kind);
         stats.live += 1;
         stats.live_peak = stats.live_peak.max(stats.live);
-        Ok(can_start)
+    }
+
+    /// Whether there are jobs without a place.
+    pub(super) fn has_mail(&self) -> bool {
+        !self.inbox.is_empty()
+    }
+
+    /// Takes the oldest job without a place out of the inbox.
+    pub(super) fn next_mail(&mut self) -> Option<(u64, JobKind, Arc<JobIds>)> {
+        let job = self.inbox.pop_front()?;
+        let live = self.live.get(&job)?;
+        Some((job, live.kind, Arc::clone(&live.ids)))
+    }
+
+    /// A job out of the inbox has its place, and has to wait for `blockers`, which are all live.
+    pub(super) fn placed(&mut self, job: u64, ticket: Ticket, blockers: &[u64]) {
+        for blocker in blockers {
+            if let Some(blocker) = self.live.get_mut(blocker) {
+                blocker.dependents.push(job);
+            }
+        }
+        let Some(live) = self.live.get_mut(&job) else {
+            return;
+        };
+        live.ticket = Some(ticket);
+        live.phase = Phase::Held;
+        live.blocked_by = blockers.len();
+        live.blockers.extend(blockers);
+        let rushed = live.rushed;
+        if blockers.is_empty() {
+            self.make_ready(job);
+        } else {
+            self.stats.fence_waits += 1;
+            if rushed {
+                self.rush(blockers);
+            }
+        }
+    }
+
+    /// What a live job named, and its place.
+    pub(super) fn place(&self, job: u64) -> Option<(Ticket, Arc<JobIds>)> {
+        let live = self.live.get(&job)?;
+        Some((live.ticket?, Arc::clone(&live.ids)))
     }
 
     /// A job waits for nobody any more.
@@ -313,6 +217,8 @@ impl State {
             }
             let queue = &mut self.queues[lane(live.kind)];
             match live.phase {
+                // Once it has its place.
+                Phase::Submitted => {}
                 Phase::Held => jobs.extend(&live.blockers),
                 Phase::Ready => queue.rushed.push(Reverse((live.order, job))),
                 Phase::Started => queue.to_rush.push(job),
@@ -349,7 +255,8 @@ impl State {
         }
     }
 
-    /// A live job has ended: its copy touches nothing any more. Jobs that waited for it may start.
+    /// A live job has ended: its copy touches nothing any more, and it has given up its place. Jobs
+    /// that waited for it may start.
     /// A job that is not live is ignored, so that no job can be reported twice.
     pub(super) fn finish(
         &mut self,
@@ -361,8 +268,6 @@ impl State {
         let Some(live) = self.live.remove(&job) else {
             return;
         };
-        self.slots.leave(job);
-        self.blocks.leave(job);
         for dependent in live.dependents {
             if let Some(waiting) = self.live.get_mut(&dependent) {
                 waiting.blocked_by -= 1;
