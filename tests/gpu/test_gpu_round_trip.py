@@ -177,6 +177,8 @@ def test_every_kind_of_host_memory(path: str, pinning: str) -> None:
     with Rig([[4096, 100]], path=path, pinning=pinning, register=pinning == "register") as rig:
         rig.done(rig.store(range(16), range(16)))
         rig.done(rig.load(range(16), range(30, 46)))
+        if pinning == "allocate":
+            rig.window = None  # The bytes are in the driver's memory, not in the mapping.
         rig.check()
 
 

@@ -100,6 +100,11 @@ pub trait Backend: Send {
         1
     }
 
+    /// How long the thread looks for jobs by itself after the last one, instead of being woken.
+    fn linger(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// Takes over a job's copies, without waiting for them. Jobs in it at the same time never
     /// conflict: the engine holds back a job whose blocks or slots another live job uses.
     ///

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvoffload_core::layout::KvLayout;
 use kvoffload_core::plan::ChunkUse;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{CopyError, VerifyReason};
 use crate::region::Region;
@@ -109,63 +109,99 @@ impl Verifier {
         }
     }
 
-    /// A store to this chunk has ended well. The whole chunk is hashed, whatever part was written.
+    /// A store to these chunks has ended well. Each is hashed as a whole, whatever part was written;
+    /// stops when `stop` says so.
     ///
     /// # Safety
-    /// No other thread writes the slot during the call.
-    pub(crate) unsafe fn stored(&self, layout: &KvLayout, region: &Region, chunk: ChunkUse) {
-        let uses = self.slots.lock()[chunk.slot.index()].uses;
-        let turn = uses.wrapping_add(chunk.slot.get());
-        let state = if self.every != 0 && turn.is_multiple_of(self.every) {
-            // SAFETY: passed on to the caller.
-            State::Hashed(unsafe { hash(layout, region, chunk) })
-        } else {
-            State::Unhashed
-        };
-        self.slots.lock()[chunk.slot.index()].state = state;
+    /// No other thread writes the slots during the call.
+    pub(crate) unsafe fn stored(
+        &self,
+        layout: &KvLayout,
+        region: &Region,
+        chunks: impl Iterator<Item = ChunkUse>,
+        stop: impl Fn() -> bool,
+    ) {
+        if self.every == 0 {
+            // Nothing here takes long, so that one lock serves all.
+            let mut slots = self.slots.lock();
+            chunks.for_each(|chunk| slots[chunk.slot.index()].state = State::Unhashed);
+            return;
+        }
+        for chunk in chunks.take_while(|_| !stop()) {
+            let uses = self.slots.lock()[chunk.slot.index()].uses;
+            let turn = uses.wrapping_add(chunk.slot.get());
+            let state = if turn.is_multiple_of(self.every) {
+                // SAFETY: passed on to the caller.
+                State::Hashed(unsafe { hash(layout, region, chunk) })
+            } else {
+                State::Unhashed
+            };
+            self.slots.lock()[chunk.slot.index()].state = state;
+        }
     }
 
-    /// Compares the slot with what was stored, before job `job` loads from it.
+    /// Compares slots with what was stored, before job `job` loads from them; the first that differs
+    /// is an error. Stops when `stop` says so.
     ///
     /// # Safety
-    /// No other thread writes the slot during the call.
+    /// No other thread writes the slots during the call.
     pub(crate) unsafe fn check(
         &self,
         layout: &KvLayout,
         region: &Region,
         job: u64,
-        chunk: ChunkUse,
+        chunks: impl Iterator<Item = ChunkUse>,
+        stop: impl Fn() -> bool,
     ) -> Result<(), CopyError> {
         if !self.on {
             return Ok(());
         }
-        let slot = chunk.slot;
-        let record = self.slots.lock()[slot.index()];
+        let mut slots = self.slots.lock();
+        for chunk in chunks {
+            let slot = chunk.slot;
+            let record = slots[slot.index()];
+            let wrong = match (record.state, record.differs(chunk)) {
+                (State::Hashed(stored), None) => {
+                    if stop() {
+                        return Err(CopyError::Abandoned { job });
+                    }
+                    self.checks.fetch_add(1, Ordering::Relaxed);
+                    // A hash takes long, and the other direction needs the lock.
+                    // SAFETY: passed on to the caller.
+                    let found =
+                        MutexGuard::unlocked(&mut slots, || unsafe { hash(layout, region, chunk) });
+                    (found != stored).then_some(VerifyReason::Changed { stored, found })
+                }
+                (_, wrong) => wrong,
+            };
+            if let Some(reason) = wrong {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                return Err(CopyError::Verify { job, slot, reason });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Record {
+    /// Why the slot does not hold what a load wants, whatever its bytes are.
+    fn differs(&self, chunk: ChunkUse) -> Option<VerifyReason> {
         let wanted = chunk.group as u32;
-        let wrong = match record.state {
+        match self.state {
             State::NeverStored => Some(VerifyReason::NeverStored),
             State::Unfinished => Some(VerifyReason::StoreFailed),
-            _ if record.group != wanted => Some(VerifyReason::OtherGroup {
-                stored: record.group,
+            _ if self.group != wanted => Some(VerifyReason::OtherGroup {
+                stored: self.group,
                 wanted,
             }),
-            _ if chunk.first < record.first || chunk.end > record.end => {
+            _ if chunk.first < self.first || chunk.end > self.end => {
                 Some(VerifyReason::OtherBlocks {
-                    stored: (record.first, record.end),
+                    stored: (self.first, self.end),
                     wanted: (chunk.first, chunk.end),
                 })
             }
-            State::Unhashed => None,
-            State::Hashed(stored) => {
-                self.checks.fetch_add(1, Ordering::Relaxed);
-                // SAFETY: passed on to the caller.
-                let found = unsafe { hash(layout, region, chunk) };
-                (found != stored).then_some(VerifyReason::Changed { stored, found })
-            }
-        };
-        let Some(reason) = wrong else { return Ok(()) };
-        self.failures.fetch_add(1, Ordering::Relaxed);
-        Err(CopyError::Verify { job, slot, reason })
+            State::Unhashed | State::Hashed(_) => None,
+        }
     }
 }
 

@@ -39,6 +39,8 @@ const PIECES_A_POLL: usize = 32;
 const PACE: Duration = Duration::from_micros(50);
 /// How long to wait for memory that is being registered: some milliseconds a piece.
 const REGISTERING: Duration = Duration::from_micros(500);
+/// An engine that works submits jobs at every step, some ten milliseconds apart.
+const LINGER: Duration = Duration::from_millis(20);
 const TIMER_SLACK_NS: u64 = 1_000;
 const IDLE: Duration = Duration::from_secs(3600);
 
@@ -457,6 +459,10 @@ impl Backend for CudaBackend {
 
     fn depth(&self) -> usize {
         DEPTH
+    }
+
+    fn linger(&self) -> Duration {
+        LINGER
     }
 
     fn submit(&mut self, work: Work) -> Result<(), CopyError> {

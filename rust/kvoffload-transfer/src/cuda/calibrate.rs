@@ -174,7 +174,7 @@ fn measure(
     let (all, count) = (SCRATCH / fragment, MOST_FRAGMENTS.min(MOVED / fragment));
     let together = TOGETHER.min(all);
     // Stepping through the places by an odd number, less than half of them, visits none twice.
-    let place = |i: u64, of: u64| (i * (of / 3 | 1)) % of;
+    let place = |i: u64, of: u64| (i * ((of / 3) | 1)) % of;
     let chunk = mover.chunk().unwrap_or(MOVED).min(MOVED / 2);
     let mut piece = Piece::default();
     let (mut first, mut last) = (None, None);

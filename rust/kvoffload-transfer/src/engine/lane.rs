@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvoffload_core::jobs::JobKind;
 
@@ -14,6 +14,10 @@ use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::region::Region;
 
+/// A thread that wakes by itself so soon is not woken for a job: the system call would cost the
+/// caller more than all the rest of a submit.
+const SOON: Duration = Duration::from_micros(50);
+
 /// Everything one thread works with.
 pub(super) struct Lane {
     kind: JobKind,
@@ -22,6 +26,8 @@ pub(super) struct Lane {
     backend: Box<dyn Backend>,
     /// Jobs in the backend.
     held: usize,
+    /// When the thread had something to do last, if it looks for jobs by itself since.
+    active: Option<Instant>,
     /// When to ask the backend again; `None`: only after a wake-up.
     poll_at: Option<Instant>,
     /// What the backend reported and has not been dealt with.
@@ -88,6 +94,7 @@ impl Lane {
             region,
             backend,
             held: 0,
+            active: None,
             poll_at: None,
             progress: Progress::default(),
             current: None,
@@ -98,6 +105,7 @@ impl Lane {
     /// Does one thing; false at the end.
     fn turn(&mut self) -> bool {
         let next = self.next();
+        self.active = Some(Instant::now());
         self.placed = matches!(next, Next::Place);
         match next {
             Next::Place => self.shared.place_next(),
@@ -191,13 +199,33 @@ impl Lane {
                 return Next::Exit;
             }
             let wake = &shared.wake[lane(self.kind)];
-            match self.poll_at.filter(|_| self.held > 0) {
+            let at = match self.held {
+                0 => self.linger(),
+                _ => self.poll_at,
+            };
+            match at {
                 Some(at) => {
+                    let soon = at.saturating_duration_since(Instant::now()) <= SOON;
+                    state.wakes_soon[lane(self.kind)] = soon;
                     wake.wait_until(&mut state, at);
+                    state.wakes_soon[lane(self.kind)] = false;
                 }
                 None => wake.wait(&mut state),
             }
         }
+    }
+
+    /// When to look for jobs again while there are none; `None`: when somebody says so.
+    fn linger(&mut self) -> Option<Instant> {
+        let now = Instant::now();
+        let for_whom = self.backend.linger();
+        let active = self.active?;
+        (now.saturating_duration_since(active) < for_whom)
+            .then(|| now + SOON)
+            .or_else(|| {
+                self.active = None;
+                None
+            })
     }
 
     /// Hands a job's copies to the backend.
@@ -208,14 +236,10 @@ impl Lane {
         match self.kind {
             JobKind::Store => verifier.store_begins(geometry.chunks(layout)),
             JobKind::Load => {
-                for chunk in geometry.chunks(layout) {
-                    if shared.abandoning() {
-                        return Err(CopyError::Abandoned { job });
-                    }
-                    // SAFETY: the job is live and reads the slot, so the fence holds every job back
-                    // that would write it.
-                    unsafe { verifier.check(layout, region, job, chunk) }?;
-                }
+                let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
+                // SAFETY: the job is live and reads the slots, so the fence holds every job back that
+                // would write them.
+                unsafe { verifier.check(layout, region, job, chunks, stop) }?;
             }
         }
         self.backend.submit(Work::new(job, layout, ids))
@@ -232,14 +256,12 @@ impl Lane {
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         if outcome.is_ok() {
             if self.kind == JobKind::Store {
-                for chunk in work.ids.geometry().chunks(layout) {
-                    if shared.abandoning() {
-                        break; // Nothing is loaded any more.
-                    }
-                    // SAFETY: the job is live and writes the slot, so the fence holds every other
-                    // job on it back; its own copies are over.
-                    unsafe { verifier.stored(layout, region, chunk) };
-                }
+                let geometry = work.ids.geometry();
+                // Once everything is given up, nothing is loaded any more.
+                let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
+                // SAFETY: the job is live and writes the slots, so the fence holds every other job on
+                // them back; its own copies are over.
+                unsafe { verifier.stored(layout, region, chunks, stop) };
             }
             self.backend.retire(&work);
         }

@@ -173,8 +173,11 @@ impl Engine {
         if admitted.is_ok() {
             // No clone is kept here: the job may be over, and its memory free, before this returns.
             state.submit(job, kind, ids);
+            let wakes_soon = state.wakes_soon[lane(kind)];
             drop(state);
-            shared.wake[lane(kind)].notify_one();
+            if !wakes_soon {
+                shared.wake[lane(kind)].notify_one();
+            }
         } else {
             drop(state);
             shared.recycle(ids);

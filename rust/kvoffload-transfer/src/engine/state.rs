@@ -36,6 +36,8 @@ pub(super) struct State {
     /// For each quarantined slot, how many overdue jobs name it.
     quarantine: HashMap<Slot, usize>,
     pub(super) stats: Stats,
+    /// Per direction, whether its thread wakes soon without being woken.
+    pub(super) wakes_soon: [bool; 2],
     /// Nothing new is taken.
     pub(super) closing: bool,
     /// Threads that have not ended yet.
@@ -63,6 +65,7 @@ impl State {
             untaken: HashSet::new(),
             quarantine: HashMap::new(),
             stats: Stats::default(),
+            wakes_soon: [false; 2],
             closing: false,
             threads: 0,
             abandoned: Vec::new(),
