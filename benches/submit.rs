@@ -7,10 +7,17 @@
 //!
 //! Not measured here: the calls from Python, and what the threads do.
 //!
-//! Six runs on 2026-11-29, 2 cores of an Intel Xeon that other work used too (load 2), so that three
-//! busy threads shared them: median 8 to 11 us, p99 39 to 45 us. Beyond that the numbers are those of
-//! the scheduler: p99.9 was 0.9 to 2.3 ms, and 80 to 280 us with real-time priority for the submitting
-//! thread. With stores alone, thus one busy thread: median 10 to 13 us, p99 17 to 71, p99.9 from 62 on.
+//! On 2026-11-29, 2 cores of an Intel Xeon that other work used too (load 2), so that three busy threads
+//! and more shared them. Microseconds, lowest and highest of several runs:
+//!
+//! | runs | | median | p99 | p99.9 |
+//! |---|---|---|---|---|
+//! | 6 | as it is | 8 to 11 | 29 to 64, once 555 | 940 to 2290 |
+//! | 3 | real-time priority for the submitting thread | 9 to 11 | 41 to 48 | 79 to 276 |
+//! | 3 | stores alone, thus one busy thread | 10 to 13 | 17 to 71 | 62 to 812 |
+//!
+//! The median is the engine's. The last column changes with what else wants the two cores, so
+//! it says little about a machine that has more.
 
 use std::collections::VecDeque;
 use std::hint::black_box;

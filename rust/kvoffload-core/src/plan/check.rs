@@ -79,7 +79,7 @@ pub enum PlanError {
 }
 
 impl Geometry<'_> {
-    /// Checks shape and bounds: everything that a [`RunCursor`] relies on.
+    /// Checks shape and bounds: everything that a [`RunCursor`](super::RunCursor) relies on.
     pub fn check(&self, layout: &KvLayout) -> Result<(), PlanError> {
         let groups = layout.num_groups();
         for (field, given) in [
