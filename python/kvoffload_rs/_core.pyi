@@ -288,7 +288,7 @@ class CudaWorker:
             copy_path: `direct`, `staged`, or `auto` for the faster one by a measurement at start.
             staging_bytes: device memory of the staged path (64 MiB); 0 for none.
             pinning: `register` the region's pages, have the driver `allocate` them, or `none`.
-            kernel_blocks: multiprocessors that the staging kernel uses, for measurements.
+            kernel_blocks: the most warps of the staging kernel, for measurements.
             faults: faults to inject, for tests.
 
         Raises:

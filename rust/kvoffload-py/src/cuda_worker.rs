@@ -88,7 +88,7 @@ impl CudaWorker {
             copy_path,
             staging_bytes,
             pinning,
-            kernel_blocks: kernel_blocks.map(|blocks| blocks.clamp(1, 1024)),
+            kernel_blocks: kernel_blocks.map(|blocks| blocks.clamp(1, 65_536)),
             faults: cuda_faults(py, faults)?,
             engine: EngineConfig {
                 verify: verify_mode(py, verify, verify_sample)?,

@@ -36,7 +36,7 @@ const DEPTH: usize = 64;
 const PIECES_A_POLL: usize = 32;
 /// How long to leave the device alone while copies run: a piece takes 150 us on a fast bus, and the
 /// queues hold several.
-const PACE: Duration = Duration::from_micros(50);
+const PACE: Duration = Duration::from_micros(25);
 /// How long to wait for memory that is being registered: some milliseconds a piece.
 const REGISTERING: Duration = Duration::from_micros(500);
 /// An engine that works submits jobs at every step, some ten milliseconds apart.

@@ -15,11 +15,12 @@ const NAME: &std::ffi::CStr = c"kvoffload_copy_fragments";
 const PART_BYTES: u32 = 4096;
 /// Longer fragments are cut, so that short ones beside them leave few warps without work.
 pub(super) const LONGEST: u32 = 16 * PART_BYTES;
-/// Threads of a block. One block fills a multiprocessor: while a large kernel of the engine runs, it
-/// gets one to itself anyway, and then the more bytes in flight the sooner it is free again.
-const THREADS: u32 = 1024;
-/// Blocks, thus multiprocessors used at a time.
-pub(super) const BLOCKS: u32 = 16;
+/// Threads of a block: one warp, with few registers and no shared memory. It finds room beside a
+/// kernel that fills the multiprocessor but for its last warp, as large matrix products do, instead of
+/// waiting until that kernel ends.
+const THREADS: u32 = 32;
+/// The most blocks of a launch: a few for each multiprocessor.
+pub(super) const BLOCKS: u32 = 528;
 
 /// What the kernel reads about a fragment; laid out as in `fragments.cu`.
 #[repr(C, align(16))]
@@ -100,9 +101,8 @@ impl Kernel {
         }
         let parts = longest.div_ceil(PART_BYTES).max(1);
         let all = count * parts;
-        let warps = self.blocks * (THREADS / 32);
-        let share = all.div_ceil(warps);
-        let blocks = all.div_ceil(share).div_ceil(THREADS / 32);
+        let share = all.div_ceil(self.blocks);
+        let blocks = all.div_ceil(share);
         let (mut list, mut count, mut parts, mut share) = (list, count, parts, share);
         let (mut staging, mut store) = (staging, u32::from(way == Way::Pack));
         let mut arguments: [*mut c_void; 6] = [

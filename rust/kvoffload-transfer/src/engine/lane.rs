@@ -16,7 +16,7 @@ use crate::region::Region;
 
 /// A thread that wakes by itself so soon is not woken for a job: the system call would cost the
 /// caller more than all the rest of a submit.
-const SOON: Duration = Duration::from_micros(50);
+const SOON: Duration = Duration::from_micros(25);
 
 /// Everything one thread works with.
 pub(super) struct Lane {
