@@ -236,6 +236,14 @@ impl Device {
         self.pci.as_deref()
     }
 
+    pub(super) fn multiprocessors(&self) -> Result<u32, DriverError> {
+        let what = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let mut count = 0;
+        // SAFETY: a place for one number; the device is open.
+        unsafe { call!(cuDeviceGetAttribute(&raw mut count, what, self.handle))? };
+        Ok(u32::try_from(count).unwrap_or(1).max(1))
+    }
+
     /// Whether the driver copies many ranges in one call.
     pub(super) fn has_batch(&self) -> bool {
         self.has_batch

@@ -13,9 +13,9 @@ use parking_lot::Mutex;
 use super::backend::{Common, Counters, CudaBackend, CudaFaults, Marks};
 use super::calibrate::{Calibration, Chooser, CopyPath, calibrate};
 use super::driver::{Device, DriverError};
-use super::kernel::{BLOCKS, Kernel};
+use super::kernel::Kernel;
 use super::mover::{Mistakes, Mover, Path, Staging};
-use super::pinned::{PinnedRegion, Pinner, Pinning};
+use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
 use crate::backend::Backend;
 use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats};
 use crate::error::{StartError, SubmitError, WaitTimeout};
@@ -79,6 +79,7 @@ pub struct CudaEngine {
     common: Arc<Common>,
     chooser: Arc<Chooser>,
     ready_bytes: Arc<AtomicU64>,
+    pin_times: Arc<PinTimes>,
     region_bytes: u64,
     skip_stream_wait: bool,
 }
@@ -127,9 +128,8 @@ impl CudaEngine {
             has_staging: true,
             calibration: None,
         };
-        let blocks = config.kernel_blocks.unwrap_or(BLOCKS);
         let movers = device.with_context(|| {
-            let (movers, failure) = make_movers(&device, staging, blocks, mistakes)?;
+            let (movers, failure) = make_movers(&device, staging, config.kernel_blocks, mistakes)?;
             if let Some(error) = failure {
                 notices.add(format!(
                     "no staging on the device ({error}): copies take the direct path, which is slow \
@@ -153,11 +153,13 @@ impl CudaEngine {
         let movers = movers.map_err(StartError::Driver)?;
         let chooser = Arc::new(chooser);
         let ready_bytes = Arc::new(AtomicU64::new(0));
+        let pin_times = Arc::new(PinTimes::default());
         let pinned = PinnedRegion::new(
             Arc::clone(&region),
             Arc::clone(&device),
             Arc::clone(&notices),
             Arc::clone(&ready_bytes),
+            Arc::clone(&pin_times),
         );
         let common = Arc::new(Common {
             device,
@@ -189,6 +191,7 @@ impl CudaEngine {
             common,
             chooser,
             ready_bytes,
+            pin_times,
             region_bytes: region.bytes(),
             skip_stream_wait: faults.skip_stream_wait,
         })
@@ -304,7 +307,7 @@ impl CudaEngine {
 
     /// Counters that only this backend has.
     #[must_use]
-    pub fn device_stats(&self) -> [(&'static str, u64); 8] {
+    pub fn device_stats(&self) -> [(&'static str, u64); 12] {
         let counters = &self.common.counters;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         [
@@ -315,6 +318,13 @@ impl CudaEngine {
             ("registration_waits", read(&counters.registration_waits)),
             ("registered_bytes", read(&self.ready_bytes)),
             ("region_bytes", self.region_bytes),
+            ("touch_us", read(&self.pin_times.touch)),
+            ("longest_touch_us", read(&self.pin_times.longest_touch)),
+            ("register_us", read(&self.pin_times.register)),
+            (
+                "longest_register_us",
+                read(&self.pin_times.longest_register),
+            ),
             ("device_lost", u64::from(self.common.device.is_lost())),
         ]
     }
@@ -386,7 +396,7 @@ fn staging_of_one(staging_bytes: u64, path: CopyPath) -> Result<Option<u64>, Sta
 fn make_movers(
     device: &Arc<Device>,
     staging: Option<u64>,
-    blocks: u32,
+    blocks: Option<u32>,
     mistakes: Mistakes,
 ) -> Result<([Mover; 2], Option<DriverError>), DriverError> {
     let staging = staging.map(|bytes| {

@@ -19,9 +19,6 @@ pub(super) const LONGEST: u32 = 16 * PART_BYTES;
 /// kernel that fills the multiprocessor but for its last warp, as large matrix products do, instead of
 /// waiting until that kernel ends.
 const THREADS: u32 = 32;
-/// The most blocks of a launch: a few for each multiprocessor.
-pub(super) const BLOCKS: u32 = 528;
-
 /// What the kernel reads about a fragment; laid out as in `fragments.cu`.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,7 +53,13 @@ unsafe impl Sync for Kernel {}
 
 impl Kernel {
     /// Has the driver compile the kernel for the device; it keeps the result for the next start.
-    pub(super) fn load(device: &Arc<Device>, blocks: u32) -> Result<Self, DriverError> {
+    /// `blocks`: the most of a launch, for measurements.
+    pub(super) fn load(device: &Arc<Device>, blocks: Option<u32>) -> Result<Self, DriverError> {
+        // One for each multiprocessor: a second one would wait where there is no room.
+        let blocks = match blocks {
+            Some(blocks) => blocks,
+            None => device.multiprocessors()?,
+        };
         let text = CString::new(PTX).expect("the text has no zero byte");
         let mut module = ptr::null_mut();
         let mut function = ptr::null_mut();

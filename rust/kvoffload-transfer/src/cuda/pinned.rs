@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
@@ -44,6 +45,25 @@ pub(super) enum Ready {
     Never,
 }
 
+/// What making host memory usable has cost so far, in microseconds.
+#[derive(Debug, Default)]
+pub(super) struct PinTimes {
+    pub(super) touch: AtomicU64,
+    pub(super) register: AtomicU64,
+    pub(super) longest_touch: AtomicU64,
+    pub(super) longest_register: AtomicU64,
+}
+
+/// Runs something and adds its time to a sum and a maximum.
+fn timed<T>(sum: &AtomicU64, longest: &AtomicU64, run: impl FnOnce() -> T) -> T {
+    let started = Instant::now();
+    let result = run();
+    let taken = started.elapsed().as_micros() as u64;
+    sum.fetch_add(taken, Ordering::Relaxed);
+    longest.fetch_max(taken, Ordering::Relaxed);
+    result
+}
+
 const WAITING: u8 = 0;
 const REGISTERED: u8 = 1;
 const ALLOCATED: u8 = 2;
@@ -60,6 +80,7 @@ pub(super) struct PinnedRegion {
     /// Pieces that a job waits for.
     wanted: Mutex<VecDeque<u32>>,
     stop: AtomicBool,
+    times: Arc<PinTimes>,
     ready_bytes: Arc<AtomicU64>,
     pageable: AtomicBool,
     allocated: Mutex<Vec<HostMemory>>,
@@ -72,6 +93,7 @@ impl PinnedRegion {
         device: Arc<Device>,
         notices: Arc<Notices>,
         ready_bytes: Arc<AtomicU64>,
+        times: Arc<PinTimes>,
     ) -> Arc<Self> {
         let pieces = region.pieces().count();
         Arc::new(Self {
@@ -82,6 +104,7 @@ impl PinnedRegion {
             wanted: Mutex::default(),
             stop: AtomicBool::new(false),
             ready_bytes,
+            times,
             pageable: AtomicBool::new(false),
             allocated: Mutex::default(),
             notices,
@@ -235,7 +258,11 @@ impl PinnedRegion {
                 return false;
             }
             let step = TOUCH_BYTES.min(bytes - done);
-            if let Err(error) = self.region.touch(start + done, step) {
+            let times = &self.times;
+            let touched = timed(&times.touch, &times.longest_touch, || {
+                self.region.touch(start + done, step)
+            });
+            if let Err(error) = touched {
                 self.notices.add(format!(
                     "{bytes} bytes of host memory could not be had ({error}): slots there are not used"
                 ));
@@ -251,13 +278,14 @@ impl PinnedRegion {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the range is a piece of the region, which is mapped until after the registration
         // has ended in `drop`; pieces do not share pages.
-        unsafe {
+        let times = &self.times;
+        timed(&times.register, &times.longest_register, || unsafe {
             call!(cuMemHostRegister_v2(
                 self.region.address(start).cast(),
                 bytes as usize,
                 flags
             ))
-        }
+        })
     }
 }
 
