@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,12 @@ class Child:
         return row
 
     def rest(self, limit_s: float) -> list[dict[str, Any]]:
-        """Every row until the child ends by itself, `limit_s` after it was started at most.
+        """Every row until the child says that it is complete, `limit_s` after its start at most.
 
         Raises:
             ChildFailed: it took longer or failed.
         """
-        rows = []
+        rows: list[dict[str, Any]] = []
         while True:
             try:
                 row = self._rows.get(timeout=max(self.begin + limit_s - time.monotonic(), 0.001))
@@ -104,13 +104,11 @@ class Child:
                 self.end()
                 raise ChildFailed(f"not done within {limit_s:.0f} s: {self.log}") from None
             if row is None:
-                break
+                code = self._process.wait()
+                raise ChildFailed(f"ended with status {code}: {self.log}\n{tail(self.log)}")
+            if row["row"] == "end":
+                return rows
             rows.append(row)
-        code = self._process.wait()
-        # What was measured counts; vLLM's own shutdown may fail afterwards.
-        if not rows or rows[-1].get("row") != "end":
-            raise ChildFailed(f"ended with status {code}: {self.log}\n{tail(self.log)}")
-        return rows[:-1]
 
     def ask(self, command: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Sends a command and waits for its row."""
@@ -119,6 +117,12 @@ class Child:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         return self.row(limit_s)
+
+    def wait(self, limit_s: float = 30.0) -> None:
+        """Lets the child end by itself, and ends it and what it started after `limit_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        self.end()
 
     def end(self) -> None:
         """Ends the child, with what it started."""
@@ -158,7 +162,15 @@ def run(
     try:
         return child.rest(limit_s)
     finally:
-        child.end()
+        child.wait()
+
+
+def mentions(log: Path, words: Sequence[str], most: int = 3) -> list[str]:
+    """The first lines of a log that hold one of the words."""
+    if not log.exists():
+        return []
+    lines = log.read_text(errors="replace").splitlines()
+    return [line[-300:] for line in lines if any(word in line for word in words)][:most]
 
 
 def tail(log: Path, characters: int = 3000) -> str:

@@ -108,7 +108,7 @@ def parent(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     finally:
         for engine in (on, off):
             if engine is not None:
-                engine.end()
+                engine.wait(0.0 if error else 30.0)
     answer: dict[str, Any] = {"mode": options.mode, "engines": engines, "pairs": pairs}
     if error:
         answer["error"] = error
@@ -125,7 +125,7 @@ def parent(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
 def _start(options: argparse.Namespace, backend: str, logs: Path) -> processes.Child:
     llm: dict[str, Any] = {"max_model_len": options.length + 64}
     if options.shape == "cpu":
-        llm["num_gpu_blocks_override"] = 256
+        llm |= {"num_gpu_blocks_override": 256, "block_size": 32}
     else:
         # The same number of GPU blocks in both, whatever else is in the GPU's memory.
         llm |= {

@@ -114,7 +114,7 @@ def _run(
 ) -> dict[str, Any]:
     llm: dict[str, Any] = {"max_model_len": max(options.prompts) + 976}
     if options.shape == "cpu":
-        llm["num_gpu_blocks_override"] = 64
+        llm |= {"num_gpu_blocks_override": 64, "block_size": 32}
     else:
         llm |= {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 16_384}
     setup = Setup(
@@ -148,7 +148,7 @@ def show(answer: dict[str, Any]) -> str:
     for run in answer["runs"]:
         name = (run["heads"], f"v{run['runner']}", run["backend"])
         if "error" in run:
-            notes.append(f"{name}: {run['error']}")
+            notes.append(f"{name}: {run['error'][-600:]}")
             continue
         engine = run["engine"]
         notes.append(

@@ -148,7 +148,9 @@ class Watch:
         if not torch.cuda.is_available():
             return
         runner = importlib.import_module(module).GPUModelRunner
-        capture = runner.capture_model
+        capture = getattr(runner, "capture_model", None)
+        if capture is None:  # nothing else depends on it
+            return
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin, before = time.perf_counter(), self.stats()
