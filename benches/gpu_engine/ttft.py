@@ -79,7 +79,7 @@ def _middle(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     full = [entry for entry in summaries if entry["jobs"]]
     names = full[0] if full else {}
     return {
-        name: statistics.median(entry[name] for entry in full)
+        name: round(statistics.median(entry[name] for entry in full), 3)
         for name in names
         if full[0][name] is not None
     }
