@@ -237,6 +237,10 @@ class HostWorker:
             TransferTimeoutError: they were not over in time.
         """
 
+    @property
+    def region_address(self) -> int:
+        """Address of the region's first byte, for tests and debuggers. Unmapped by `shutdown`."""
+
     def shutdown(self) -> tuple[list[int], int]:
         """Lets running copies end, ends the threads and gives the memory back.
 
@@ -351,6 +355,10 @@ class CudaWorker:
             TransferTimeoutError: they were not over in time.
         """
 
+    @property
+    def region_address(self) -> int:
+        """Address of the region's first byte, for tests and debuggers. Unmapped by `shutdown`."""
+
     def shutdown(self) -> tuple[list[int], int]:
         """Lets running copies end, ends the threads and gives the memory back.
 
@@ -364,7 +372,8 @@ class CudaWorker:
         """Counts of jobs, bytes, paths and faults.
 
         Those of `HostWorker`, and `direct_jobs`, `staged_jobs`, `retries`, `pieces`,
-        `registration_waits`, `registered_bytes`, `region_bytes` and `device_lost`.
+        `registration_waits`, `registered_bytes`, `region_bytes`, `touch_us`, `longest_touch_us`,
+        `register_us`, `longest_register_us` and `device_lost`.
         """
 
     def take_notices(self) -> list[str]:

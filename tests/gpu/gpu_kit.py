@@ -10,12 +10,10 @@ import ctypes
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -106,7 +104,6 @@ class Rig:
         numbers = itertools.count()
         self.groups = [[(next(numbers), page) for page in group] for group in groups]
         self.slot_bytes = _core.slot_bytes(self.groups, blocks_per_chunk)
-        before = _regions()
         synchronize()
         self.core = _core.CudaWorker(
             [
@@ -123,7 +120,7 @@ class Rig:
             faults=faults,
             **options,
         )
-        self.window = _window(before, slots * self.slot_bytes)
+        self.window = _window(self.core.region_address, slots * self.slot_bytes)
         self._numbers = itertools.count(1)
         self._expected: dict[int, int] = {}
         self._has_model = model
@@ -238,7 +235,7 @@ class Rig:
                     f"layer {layer}: {wrong} wrong bytes, the first in block {block} at {at} "
                     f"of a page of {found.shape[1]}"
                 )
-        if self.window is not None:
+        if self.window is not None:  # None: its bytes are elsewhere
             found = self.window.reshape(self.slots, self.slot_bytes)
             if not np.array_equal(found, self.region):
                 slot, at = (int(axis[0]) for axis in np.nonzero(found != self.region))
@@ -286,26 +283,9 @@ class Rig:
             first_slot += -(-(size + skip) // self.per_chunk)
 
 
-def _regions() -> dict[str, tuple[int, int]]:
-    """First and last address of this process's regions, by the number of their file."""
-    found: dict[str, tuple[int, int]] = {}
-    for start, end, file in re.findall(
-        r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:kvoffload",
-        Path("/proc/self/maps").read_text(),
-        re.MULTILINE,
-    ):
-        first, last = found.get(file, (int(start, 16), 0))
-        found[file] = (first, max(last, int(end, 16)))  # the kernel may show a mapping in parts
-    return found
-
-
-def _window(before: dict[str, tuple[int, int]], size: int) -> np.ndarray | None:
-    """The bytes of the region that has appeared since; None if it is no mapping of a memfd."""
-    new = [limits for file, limits in _regions().items() if file not in before]
-    large = sorted((end - start, start) for start, end in new if end - start >= size)
-    if not large:
-        return None
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(large[0][1]), np.uint8)
+def _window(address: int, size: int) -> np.ndarray:
+    """The bytes of a region."""
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
 def run_script(code: str, within: float = 120.0) -> dict[str, Any]:

@@ -135,6 +135,12 @@ impl HostWorker {
             .map_err(|timeout| wait_error(py, &timeout))
     }
 
+    /// Address of the region's first byte, for tests and debuggers.
+    #[getter]
+    fn region_address(&self) -> usize {
+        self.engine.region_address()
+    }
+
     /// Lets running copies end, ends the threads and gives the memory back.
     ///
     /// Answers (jobs that were given up, threads that could not be ended).

@@ -81,6 +81,7 @@ pub struct CudaEngine {
     ready_bytes: Arc<AtomicU64>,
     pin_times: Arc<PinTimes>,
     region_bytes: u64,
+    region_address: usize,
     skip_stream_wait: bool,
 }
 
@@ -193,6 +194,7 @@ impl CudaEngine {
             ready_bytes,
             pin_times,
             region_bytes: region.bytes(),
+            region_address: region.base_address(),
             skip_stream_wait: faults.skip_stream_wait,
         })
     }
@@ -333,6 +335,12 @@ impl CudaEngine {
     #[must_use]
     pub fn take_notices(&self) -> Vec<String> {
         self.common.notices.take()
+    }
+
+    /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.
+    #[must_use]
+    pub fn region_address(&self) -> usize {
+        self.region_address
     }
 
     /// Name of the device.

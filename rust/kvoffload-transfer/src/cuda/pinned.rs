@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
@@ -24,6 +24,8 @@ use crate::region::Region;
 /// What is touched in one system call: a process whose memory map is locked meanwhile waits for a
 /// millisecond, not for a piece.
 const TOUCH_BYTES: u64 = 4 << 20;
+/// A step that takes so long has the kernel move memory about for huge pages.
+const SLOW_TOUCH: Duration = Duration::from_millis(100);
 
 /// How host memory is made usable for the device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -83,6 +85,7 @@ pub(super) struct PinnedRegion {
     times: Arc<PinTimes>,
     ready_bytes: Arc<AtomicU64>,
     pageable: AtomicBool,
+    small_pages: AtomicBool,
     allocated: Mutex<Vec<HostMemory>>,
     notices: Arc<Notices>,
 }
@@ -106,6 +109,7 @@ impl PinnedRegion {
             ready_bytes,
             times,
             pageable: AtomicBool::new(false),
+            small_pages: AtomicBool::new(false),
             allocated: Mutex::default(),
             notices,
         })
@@ -259,9 +263,13 @@ impl PinnedRegion {
             }
             let step = TOUCH_BYTES.min(bytes - done);
             let times = &self.times;
+            let started = Instant::now();
             let touched = timed(&times.touch, &times.longest_touch, || {
                 self.region.touch(start + done, step)
             });
+            if started.elapsed() > SLOW_TOUCH && !self.small_pages.swap(true, Ordering::Relaxed) {
+                self.region.avoid_huge_pages();
+            }
             if let Err(error) = touched {
                 self.notices.add(format!(
                     "{bytes} bytes of host memory could not be had ({error}): slots there are not used"
@@ -276,15 +284,12 @@ impl PinnedRegion {
 
     fn register(&self, start: u64, bytes: u64) -> Result<(), DriverError> {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-        // SAFETY: the range is a piece of the region, which is mapped until after the registration
-        // has ended in `drop`; pieces do not share pages.
+        let address = self.region.address(start).cast();
         let times = &self.times;
-        timed(&times.register, &times.longest_register, || unsafe {
-            call!(cuMemHostRegister_v2(
-                self.region.address(start).cast(),
-                bytes as usize,
-                flags
-            ))
+        timed(&times.register, &times.longest_register, || {
+            // SAFETY: the range is a piece of the region, which is mapped until after the registration
+            // has ended in `drop`; pieces do not share pages.
+            unsafe { call!(cuMemHostRegister_v2(address, bytes as usize, flags)) }
         })
     }
 }

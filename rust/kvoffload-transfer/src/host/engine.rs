@@ -49,7 +49,10 @@ pub struct HostConfig {
 /// All methods may be called from several threads. Only [`HostEngine::wait`] and
 /// [`HostEngine::shutdown`] wait for copies.
 #[derive(Debug)]
-pub struct HostEngine(Engine);
+pub struct HostEngine {
+    engine: Engine,
+    region_address: usize,
+}
 
 impl HostEngine {
     /// Makes the region and starts the engine.
@@ -97,7 +100,17 @@ impl HostEngine {
         let backends = [JobKind::Store, JobKind::Load].map(|kind| -> Box<dyn Backend> {
             Box::new(HostBackend::new(kind, Arc::clone(&memory), faults.clone()))
         });
-        Engine::start(layout, &region, backends, &config.engine).map(Self)
+        let region_address = region.base_address();
+        Ok(Self {
+            engine: Engine::start(layout, &region, backends, &config.engine)?,
+            region_address,
+        })
+    }
+
+    /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.
+    #[must_use]
+    pub fn region_address(&self) -> usize {
+        self.region_address
     }
 
     /// Queues a copy from blocks to slots; see [`Engine::submit`].
@@ -105,7 +118,7 @@ impl HostEngine {
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
     pub fn submit_store(&self, job: u64, geometry: Geometry<'_>) -> Result<(), SubmitError> {
-        self.0.submit(JobKind::Store, job, geometry)
+        self.engine.submit(JobKind::Store, job, geometry)
     }
 
     /// Queues a copy from slots to blocks; see [`Engine::submit`].
@@ -113,13 +126,13 @@ impl HostEngine {
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
     pub fn submit_load(&self, job: u64, geometry: Geometry<'_>) -> Result<(), SubmitError> {
-        self.0.submit(JobKind::Load, job, geometry)
+        self.engine.submit(JobKind::Load, job, geometry)
     }
 
     /// All ends since the last call; see [`Engine::take_finished`].
     #[must_use]
     pub fn take_finished(&self) -> Vec<Completion> {
-        self.0.take_finished()
+        self.engine.take_finished()
     }
 
     /// All ends, or one failure alone; see [`Engine::take_finished_or_failure`].
@@ -127,7 +140,7 @@ impl HostEngine {
     /// # Errors
     /// The oldest failed job; all other ends stay for the next call.
     pub fn take_finished_or_failure(&self) -> Result<Vec<Completion>, Completion> {
-        self.0.take_finished_or_failure()
+        self.engine.take_finished_or_failure()
     }
 
     /// Blocks until none of these jobs is live; see [`Engine::wait`].
@@ -135,7 +148,7 @@ impl HostEngine {
     /// # Errors
     /// Some have not ended in time.
     pub fn wait(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
-        self.0.wait(jobs, timeout)
+        self.engine.wait(jobs, timeout)
     }
 
     /// Blocks until the copies of these jobs are over, or in the device's queues; see
@@ -144,18 +157,18 @@ impl HostEngine {
     /// # Errors
     /// Some have got to neither in time.
     pub fn wait_enqueued(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
-        self.0.wait_enqueued(jobs, timeout)
+        self.engine.wait_enqueued(jobs, timeout)
     }
 
     /// Ends the engine and unmaps the region; see [`Engine::shutdown`].
     pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
-        self.0.shutdown(timeout)
+        self.engine.shutdown(timeout)
     }
 
     /// A snapshot of the counters.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.0.stats()
+        self.engine.stats()
     }
 }
 
