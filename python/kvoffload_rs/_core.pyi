@@ -237,6 +237,13 @@ class HostWorker:
             TransferTimeoutError: they were not over in time.
         """
 
+    def drain(self) -> None:
+        """Waits until no job is live of those that are now.
+
+        Raises:
+            TransferTimeoutError: some were not over in time.
+        """
+
     @property
     def region_address(self) -> int:
         """Address of the region's first byte, for tests and debuggers. Unmapped by `shutdown`."""
@@ -353,6 +360,13 @@ class CudaWorker:
 
         Raises:
             TransferTimeoutError: they were not over in time.
+        """
+
+    def drain(self) -> None:
+        """Waits until no job is live of those that are now.
+
+        Raises:
+            TransferTimeoutError: some were not over in time.
         """
 
     @property

@@ -35,6 +35,7 @@ class HostCopies:
             **pool,
         )
         self.take_finished = self._core.take_finished
+        self.drain = self._core.drain
         self.shutdown = self._core.shutdown
         self.stats = self._core.stats
 
@@ -87,6 +88,7 @@ class CudaCopies:
             **pool,
         )
         self.take_finished = self._core.take_finished
+        self.drain = self._core.drain
         self.shutdown = self._core.shutdown
         self.stats = self._core.stats
         self.take_notices = self._core.take_notices

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from kvoffload_rs import _core
 from kvoffload_rs.config import Capacity, Settings
 from kvoffload_rs.errors import CapacityError, ConfigError, KvOffloadError, WorkerExistsError
-from kvoffload_rs.vllm import compat, copies
+from kvoffload_rs.vllm import compat, copies, sleep
 
 _GPU_MEDIUM = "GPU"
 
@@ -97,6 +97,7 @@ class RankTransfers:
             _release(self._name, self)
             raise
         compat.logger.info("kvoffload: rank %d: %s", rank, self._core.describe())
+        sleep.drain_before_sleep(self)
         self._say()
 
     @property
@@ -144,6 +145,12 @@ class RankTransfers:
         """
         with _Loud("wait", None):
             self._core.wait(job_ids)
+
+    def drain(self) -> None:
+        """Waits until no copy is under way. Raises at the deadline."""
+        if not self._closed:
+            with _Loud("drain", None):
+                self._core.drain()
 
     def shutdown(self) -> None:
         """Lets the running copies end and gives the memory back. May be called again."""

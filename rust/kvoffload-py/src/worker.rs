@@ -135,6 +135,12 @@ impl HostWorker {
             .map_err(|timeout| wait_error(py, &timeout))
     }
 
+    /// Waits until no job is live of those that are now.
+    fn drain(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.engine.drain(self.wait_timeout))
+            .map_err(|timeout| wait_error(py, &timeout))
+    }
+
     /// Address of the region's first byte, for tests and debuggers.
     #[getter]
     fn region_address(&self) -> usize {

@@ -294,6 +294,14 @@ impl CudaEngine {
         }
     }
 
+    /// Blocks until no job is live of those that are now; see [`Engine::drain`].
+    ///
+    /// # Errors
+    /// Some have not ended in time.
+    pub fn drain(&self, timeout: Duration) -> Result<(), WaitTimeout> {
+        self.engine.drain(timeout)
+    }
+
     /// Ends the engine, then the registrations, and unmaps the region; see [`Engine::shutdown`].
     pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
         let report = self.engine.shutdown(timeout);

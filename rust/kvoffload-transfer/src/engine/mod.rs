@@ -223,6 +223,15 @@ impl Engine {
         self.wait_until(jobs, timeout, Until::Enqueued)
     }
 
+    /// Blocks until no job is live of those that are now.
+    ///
+    /// # Errors
+    /// As with [`Engine::wait`].
+    pub fn drain(&self, timeout: Duration) -> Result<(), WaitTimeout> {
+        let live = self.shared.state.lock().live_jobs();
+        self.wait(&live, timeout)
+    }
+
     fn wait_until(&self, jobs: &[u64], timeout: Duration, until: Until) -> Result<(), WaitTimeout> {
         let started = Instant::now();
         let mut left = jobs.to_vec();

@@ -160,6 +160,14 @@ impl HostEngine {
         self.engine.wait_enqueued(jobs, timeout)
     }
 
+    /// Blocks until no job is live of those that are now; see [`Engine::drain`].
+    ///
+    /// # Errors
+    /// Some have not ended in time.
+    pub fn drain(&self, timeout: Duration) -> Result<(), WaitTimeout> {
+        self.engine.drain(timeout)
+    }
+
     /// Ends the engine and unmaps the region; see [`Engine::shutdown`].
     pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
         self.engine.shutdown(timeout)
