@@ -102,7 +102,7 @@ class CudaUnavailableError(KvOffloadError):
 
 
 class EngineClosedError(KvOffloadError):
-    """The worker was shut down."""
+    """The worker was shut down, or its CUDA context was lost."""
 
 
 __all__ = [

@@ -21,6 +21,28 @@ def test_a_path_that_fails_is_replaced_by_the_other(chosen: str, broken: str) ->
             assert rig.core.stats()["retries"] >= 2
 
 
+@pytest.mark.parametrize("piece", [1, 3])
+def test_a_piece_that_fails_half_way(piece: int) -> None:
+    """Other pieces of the job are in the queues by then; all of it is copied again."""
+    faults = {"fail_piece": piece}
+    with Rig([[4096] * 16], blocks=1024, slots=512, path="staged", faults=faults) as rig:
+        rig.done(rig.store(range(512), range(512)))
+        rig.done(rig.load(range(512), range(512, 1024)))
+        rig.check()
+        assert rig.core.stats()["retries"] == 2
+        rig.done(rig.store(range(512), range(512)))
+        rig.check()
+        assert rig.core.stats()["retries"] == 2
+
+
+def test_a_path_that_keeps_failing_is_left_alone() -> None:
+    with Rig([[4096]], path="staged", faults={"fail_path": "staged"}) as rig:
+        for _ in range(30):
+            rig.done(rig.store(range(8), range(8)))
+        rig.check()
+        assert rig.core.stats()["retries"] == 8
+
+
 def test_a_job_that_fails_on_both_paths_is_an_error_that_names_it(path: str) -> None:
     # No model: what a load that failed has left in its blocks is not defined.
     with Rig([[4096, 100]], path=path, model=False, faults={"fail_every_load": 3}) as rig:

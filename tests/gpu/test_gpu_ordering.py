@@ -243,14 +243,43 @@ def staged(**faults: object) -> Rig:
     )
 
 
-def test_the_staging_ring_is_never_reused_too_early() -> None:
+def test_both_steps_of_the_staged_path_wait_for_each_other() -> None:
     with staged() as rig:
         assert staged_round_trip(rig, 5)
 
 
-def test_control_without_the_waits_of_the_staging_ring() -> None:
+def test_control_without_the_wait_between_the_steps() -> None:
     with staged(skip_staging_wait=1) as rig:
         assert not staged_round_trip(rig, 5)
+
+
+def rushed_round_trip(rig: Rig, times: int) -> bool:
+    """As `staged_round_trip`, with every piece in the queues at once: the ring is used many times."""
+    half = rig.blocks // 2
+    stream = gpu_kit.current_stream()
+    for turn in range(times):
+        torch.manual_seed(turn)
+        for tensor in rig.tensors:
+            tensor.random_()
+        for job in (
+            rig.store(range(half), range(half)),
+            rig.load(range(half), range(half, 2 * half)),
+        ):
+            rig.core.wait([job], stream)
+            rig.done(job)
+        if not rig.same(range(half), range(half, 2 * half)):
+            return False
+    return True
+
+
+def test_the_staging_ring_is_never_reused_too_early() -> None:
+    with staged() as rig:
+        assert rushed_round_trip(rig, 5)
+
+
+def test_control_without_the_waits_of_the_staging_ring() -> None:
+    with staged(skip_ring_wait=1) as rig:
+        assert not rushed_round_trip(rig, 5)
 
 
 def test_jobs_of_the_driver_stream(path: str) -> None:

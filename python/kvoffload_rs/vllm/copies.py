@@ -73,6 +73,7 @@ class CudaCopies:
         import torch
 
         device = tensors[0].device
+        self._path = settings.copy_path
         self._core = _core.CudaWorker(
             shapes,
             groups,
@@ -126,8 +127,10 @@ class CudaCopies:
         text = f"copies on {facts['device']}"
         if not facts["staging"]:
             return f"{text}, direct path only"
+        if self._path != "auto":
+            return f"{text}, {self._path} path as set"
         if "seconds" not in facts:
-            return f"{text}, path set"
+            return f"{text}, paths not measured: fragments under 512 KiB are staged"
         parts = []
         for kind in ("store", "load"):
             table = facts[kind]

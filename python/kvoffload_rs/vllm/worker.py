@@ -9,6 +9,7 @@ failed raises, and success is never reported for bytes that did not arrive.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Iterable
@@ -25,6 +26,13 @@ _GPU_MEDIUM = "GPU"
 # so that an engine that was dropped without a shutdown does not block the next one.
 _live: weakref.WeakValueDictionary[tuple[str, int], RankTransfers] = weakref.WeakValueDictionary()
 _live_lock = threading.Lock()
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    """Ends every worker that is left before the driver and the interpreter go."""
+    for transfers in list(_live.values()):
+        transfers.shutdown()
 
 
 class RankTransfers:
@@ -124,9 +132,11 @@ class RankTransfers:
             stores: give the stores.
             loads: give the loads.
         """
-        self._say()
-        with _Loud("transfer", None):
-            finished = self._core.take_finished()
+        try:
+            with _Loud("transfer", None):
+                finished = self._core.take_finished()
+        finally:
+            self._say()
         for job_id, is_store, size, seconds in finished:
             (self._stored if is_store else self._loaded).append(
                 _result(job_id, is_store, size, seconds)

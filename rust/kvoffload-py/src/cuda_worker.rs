@@ -284,6 +284,8 @@ fn cuda_faults(py: Python<'_>, faults: Option<&Bound<'_, PyDict>>) -> PyResult<C
         match name.as_str() {
             "skip_compute_wait" => plan.skip_compute_wait = value.is_truthy()?,
             "skip_staging_wait" => plan.skip_staging_wait = value.is_truthy()?,
+            "skip_ring_wait" => plan.skip_ring_wait = value.is_truthy()?,
+            "fail_piece" => plan.fail_piece = value.extract()?,
             "skip_stream_wait" => plan.skip_stream_wait = value.is_truthy()?,
             "keep_capture_mode" => plan.keep_capture_mode = value.is_truthy()?,
             "fail_every_store" => plan.fail_every_store = value.extract()?,
@@ -306,7 +308,6 @@ fn cuda_faults(py: Python<'_>, faults: Option<&Bound<'_, PyDict>>) -> PyResult<C
                     }
                 }
             }
-            "seed" => {}
             other => return Err(bad(&format!("{other:?} cannot be injected on a GPU"))),
         }
     }

@@ -350,7 +350,9 @@ pub(crate) fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
         StartError::Zero { field } | StartError::Setting { field, .. } => {
             ("ConfigError", Some(*field), None)
         }
-        StartError::System { .. } | StartError::Driver(_) => ("KvOffloadError", None, None),
+        StartError::System { .. } | StartError::Driver(_) | StartError::Panicked { .. } => {
+            ("KvOffloadError", None, None)
+        }
         StartError::Cuda(_) => ("CudaUnavailableError", Some("device"), None),
         _ => ("ConfigError", None, None),
     };

@@ -6,9 +6,10 @@
 //! as they are asked for ([`Work::next_run`]), so that a large job needs no plan. The host backend
 //! copies inside `poll`; a backend for a device enqueues there, and asks its events. What a device has to
 //! wait for before a copy is known on the caller's thread only: whoever wraps the engine for it records
-//! an event there before [`Engine::submit`](crate::Engine::submit) and leaves it for the backend under
-//! the job's id.
+//! an event there and gives it to [`Engine::submit_after`](crate::Engine::submit_after) as the job's
+//! [`Mark`].
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +20,9 @@ use kvoffload_core::plan::{CopyRun, Geometry, RunCursor};
 use crate::engine::JobIds;
 use crate::error::CopyError;
 
+/// What a backend is to know about the moment of a job's submit.
+pub type Mark = Box<dyn Any + Send + Sync>;
+
 /// One job's copies, on their way through a backend and back.
 #[derive(Debug)]
 pub struct Work {
@@ -26,16 +30,19 @@ pub struct Work {
     pub job: u64,
     /// Bytes of all its copies together.
     pub bytes: u64,
+    /// What was given to the engine with it.
+    pub mark: Option<Mark>,
     /// What the job named; the engine needs it again when the copies are done.
     pub(crate) ids: Arc<JobIds>,
     cursor: RunCursor,
 }
 
 impl Work {
-    pub(crate) fn new(job: u64, layout: &KvLayout, ids: Arc<JobIds>) -> Self {
+    pub(crate) fn new(job: u64, layout: &KvLayout, ids: Arc<JobIds>, mark: Option<Mark>) -> Self {
         Self {
             job,
             bytes: ids.geometry().bytes(layout),
+            mark,
             ids,
             cursor: RunCursor::default(),
         }
@@ -98,6 +105,11 @@ pub trait Backend: Send {
     /// How many jobs it wants to hold at once, at least 1.
     fn depth(&self) -> usize {
         1
+    }
+
+    /// Whether it takes jobs beyond its depth if somebody waits for them to be enqueued.
+    fn takes_rushed(&self) -> bool {
+        false
     }
 
     /// How long the thread looks for jobs by itself after the last one, instead of being woken.

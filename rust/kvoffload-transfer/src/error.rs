@@ -71,6 +71,12 @@ pub enum StartError {
     /// The CUDA driver refused.
     #[error("the CUDA backend could not start: {0}")]
     Driver(DriverError),
+    /// The code that starts the engine panicked.
+    #[error("the transfer engine could not start: {message}; please report this")]
+    Panicked {
+        /// The panic's text.
+        message: String,
+    },
 }
 
 /// Why a job was not taken. Nothing has changed, and nothing of it will be reported.

@@ -35,6 +35,7 @@ struct State {
 struct Lazy {
     device: Arc<Device>,
     depth: usize,
+    takes_rushed: bool,
     waiting: Vec<Work>,
     enqueued: Vec<Work>,
     report: Vec<u64>,
@@ -72,6 +73,10 @@ impl Backend for Lazy {
         Poll::After(Duration::from_millis(1))
     }
 
+    fn takes_rushed(&self) -> bool {
+        self.takes_rushed
+    }
+
     fn rush(&mut self, job: u64) {
         self.device.state.lock().rushed.push(job);
         let at = self.waiting.iter().position(|work| work.job == job);
@@ -95,6 +100,10 @@ struct Rig {
 
 impl Rig {
     fn new(depth: usize) -> Self {
+        Self::with(depth, false)
+    }
+
+    fn with(depth: usize, takes_rushed: bool) -> Self {
         let shape = Shape::simple(8, 64, 8);
         let slot_bytes = shape.slot_bytes();
         let (tensors, groups) = (shape.tensors, shape.groups);
@@ -105,6 +114,7 @@ impl Rig {
             Box::new(Lazy {
                 device: Arc::clone(&device),
                 depth,
+                takes_rushed,
                 waiting: Vec::new(),
                 enqueued: Vec::new(),
                 report: Vec::new(),
@@ -166,6 +176,20 @@ fn a_wait_for_the_queues_hurries_a_job_the_backend_has() {
     let mut starts = starts();
     starts.dedup();
     assert_eq!(starts.len(), 2, "each direction once, on its own thread");
+}
+
+/// Nobody waits for a backend full of jobs that have their time, such as those behind a long step.
+#[test]
+fn a_job_that_is_waited_for_need_not_fit_into_the_depth() {
+    let rig = Rig::with(1, true);
+    rig.store(1, 0, 0);
+    rig.wait_submitted(1);
+    rig.store(2, 1, 1);
+    rig.store(3, 2, 2);
+    rig.engine.wait_enqueued(&[3], LONG).unwrap();
+    assert_eq!(rig.rushed(), [3]);
+    assert_eq!(rig.engine.stats().stores.live, 3, "none has ended");
+    rig.end_all(&[1, 2, 3]);
 }
 
 #[test]

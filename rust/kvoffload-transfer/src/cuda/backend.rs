@@ -2,28 +2,28 @@
 //!
 //! Jobs take turns, piece by piece, and a new job is next: a short load waits for what is in the
 //! queues and one piece of every other load at most. A failed job is tried once more on the other
-//! path.
+//! path; a path that keeps failing is left alone.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::num::NonZeroU64;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
-use kvoffload_core::layout::KvLayout;
-use kvoffload_core::plan::CopyRun;
 use kvoffload_core::pool::Slot;
-use parking_lot::Mutex;
 
 use super::calibrate::Chooser;
-use super::driver::{Device, DriverError, Event};
-use super::mover::{Mover, Path, Piece};
+use super::driver::DriverError;
+use super::job::Job;
+use super::mover::{Mover, Path, injected};
+use super::objects::Event;
+use super::piece::Piece;
 use super::pinned::{PinnedRegion, Ready};
-use crate::backend::{Backend, Ended, Poll, Progress, Work};
+use super::shared::{Common, Counters, CudaFaults};
+use crate::backend::{Backend, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::host::KeepAlive;
-use crate::notices::Notices;
 
 /// Bytes of a piece on the direct path.
 const DIRECT_PIECE: u64 = 8 << 20;
@@ -34,6 +34,8 @@ const FIRST_PIECE: u64 = 1 << 20;
 const DEPTH: usize = 64;
 /// Pieces that one `poll` puts into the queues at most.
 const PIECES_A_POLL: usize = 32;
+/// After so many failures in a row a path is left alone.
+const TOO_OFTEN: u32 = 8;
 /// How long to leave the device alone while copies run: a piece takes 150 us on a fast bus, and the
 /// queues hold several.
 const PACE: Duration = Duration::from_micros(25);
@@ -44,69 +46,13 @@ const LINGER: Duration = Duration::from_millis(20);
 const TIMER_SLACK_NS: u64 = 1_000;
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// What both directions and the callers share.
-pub(super) struct Common {
-    pub(super) device: Arc<Device>,
-    pub(super) layout: Arc<KvLayout>,
-    /// Address of each tensor's first block.
-    pub(super) tensors: Vec<u64>,
-    pub(super) marks: Marks,
-    pub(super) counters: Counters,
-    pub(super) notices: Arc<Notices>,
-}
-
-/// Events by job.
-#[derive(Default)]
-pub(super) struct Marks {
-    /// What a job waits for on the device: from its submit until its start.
-    pub(super) before: Mutex<HashMap<u64, Event>>,
-    /// After the last copy of a job that is in the queues as a whole.
-    pub(super) after: Mutex<HashMap<u64, Arc<Event>>>,
-}
-
-/// Counters that only the CUDA backend has.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) direct_jobs: AtomicU64,
-    pub(super) staged_jobs: AtomicU64,
-    pub(super) retries: AtomicU64,
-    pub(super) pieces: AtomicU64,
-    /// Times that a piece waited for memory to be registered.
-    pub(super) registration_waits: AtomicU64,
-}
-
-impl Counters {
-    fn add(counter: &AtomicU64) {
-        counter.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// Mistakes and failures to make on purpose: for tests only.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CudaFaults {
-    /// Copies do not wait for the engine's compute.
-    pub skip_compute_wait: bool,
-    /// The two steps of the staged path do not wait for each other.
-    pub skip_staging_wait: bool,
-    /// A stream that should wait for a job's copies does not.
-    pub skip_stream_wait: bool,
-    /// Threads keep the stream capture mode they started with.
-    pub keep_capture_mode: bool,
-    /// Everything that is enqueued on this path fails.
-    pub fail_path: Option<Path>,
-    /// Every n-th store fails, on both paths; 0: none.
-    pub fail_every_store: u64,
-    /// Every n-th load fails, on both paths; 0: none.
-    pub fail_every_load: u64,
-    /// Loads copy nothing and report success: a control that must be noticed.
-    pub load_nothing: bool,
-}
-
 /// One direction. Fields are dropped in order: the queues first, then the memory they use.
 pub(super) struct CudaBackend {
     kind: JobKind,
     mover: Mover,
     jobs: VecDeque<Job>,
+    /// How often each path has failed since it last worked.
+    failures: [u32; 2],
     piece: Piece,
     /// Where the piece's first range lies in the region.
     first_offset: u64,
@@ -118,38 +64,13 @@ pub(super) struct CudaBackend {
     _keep_alive: Arc<Option<KeepAlive>>,
 }
 
-struct Job {
-    work: Work,
-    /// What must have happened on the device before its blocks are touched.
-    after: Option<Arc<Event>>,
-    /// Chosen when its first piece is known.
-    path: Option<Path>,
-    /// A range that was asked for and did not go into the piece.
-    held: Option<CopyRun>,
-    /// Bytes that are not in the queues yet.
-    left: u64,
-    /// Pieces that are in the queues.
-    pieces: u32,
-    start: Option<Event>,
-    /// After the newest piece of this attempt.
-    last: Option<Arc<Event>>,
-    rushed: bool,
-    /// The first attempt's error.
-    retried: Option<String>,
-    fail: bool,
-}
-
-impl Job {
-    fn is_enqueued(&self) -> bool {
-        self.left == 0
-    }
-}
-
 enum Step {
     Sent,
-    /// Not now: the queues are full, or memory is being registered.
+    /// Not now: memory is being registered.
     Blocked,
     Failed(CopyError),
+    /// As failed, and no other path would help.
+    Hopeless(CopyError),
 }
 
 impl CudaBackend {
@@ -166,6 +87,7 @@ impl CudaBackend {
             kind,
             mover,
             jobs: VecDeque::with_capacity(DEPTH),
+            failures: [0; 2],
             piece: Piece::default(),
             first_offset: 0,
             chooser,
@@ -186,25 +108,30 @@ impl CudaBackend {
                 break;
             };
             let paced = self.mover.has_room() || job.rushed;
-            if job.is_enqueued() || !paced || !self.mover.can_send() {
+            let listed = job.path == Some(Path::Direct) || self.mover.can_stage();
+            if job.is_enqueued() || !paced || !listed {
                 passed += 1;
                 self.jobs.push_back(job);
                 continue;
             }
-            match self.step(&mut job) {
-                Step::Sent => (passed, sent) = (0, sent + 1),
-                Step::Blocked => passed += 1,
-                Step::Failed(error) => {
+            let moved_on = catch_unwind(AssertUnwindSafe(|| self.move_on(&mut job)));
+            match moved_on {
+                Ok(Ok(true)) => (passed, sent) = (0, sent + 1),
+                Ok(Ok(false)) => passed += 1,
+                Ok(Err(error)) => {
                     passed = 0;
-                    if let Err(error) = self.retry(&mut job, error) {
-                        progress.ended.push_back(ended(job, 0.0, Err(error)));
-                        continue;
-                    }
+                    progress.ended.push_back(job.ended(0.0, Err(error)));
+                    continue;
+                }
+                Err(panic) => {
+                    // The engine ends all jobs that `abandon` gives it: this one must be among them.
+                    self.jobs.push_front(job);
+                    resume_unwind(panic);
                 }
             }
             if let (true, Some(last)) = (job.is_enqueued(), &job.last) {
-                let mut after = self.common.marks.after.lock();
-                after.insert(job.work.job, Arc::clone(last));
+                let last = Arc::clone(last);
+                self.common.after.lock().insert(job.work.job, last);
                 progress.enqueued.push(job.work.job);
             }
             self.jobs.push_back(job);
@@ -221,6 +148,16 @@ impl CudaBackend {
         })
     }
 
+    /// Takes a job one piece further, on the other path if it must; says whether it moved.
+    fn move_on(&mut self, job: &mut Job) -> Result<bool, CopyError> {
+        match self.step(job) {
+            Step::Sent => Ok(true),
+            Step::Blocked => Ok(false),
+            Step::Failed(error) => self.retry(job, error).map(|()| true),
+            Step::Hopeless(error) => Err(error),
+        }
+    }
+
     /// Puts the job's next piece into the queues.
     fn step(&mut self, job: &mut Job) -> Step {
         let longest = match job.path {
@@ -228,17 +165,9 @@ impl CudaBackend {
             _ => self.mover.chunk().unwrap_or(DIRECT_PIECE),
         };
         let chunk = longest.min(FIRST_PIECE << job.pieces.min(16));
-        let id = job.work.job;
-        let failed = |slot, reason| {
-            Step::Failed(CopyError::Failed {
-                job: id,
-                slot,
-                reason,
-            })
-        };
         if let Err(offset) = self.fill(job, chunk) {
             let reason = "its host memory could not be had".to_owned();
-            return failed(self.slot(offset), reason);
+            return Step::Hopeless(job.failed(self.slot(offset), reason));
         }
         if self.piece.is_empty() {
             Counters::add(&self.common.counters.registration_waits);
@@ -246,15 +175,11 @@ impl CudaBackend {
         }
         let bytes = self.piece.bytes();
         let ranges = self.piece.ranges.len() as u64;
-        let path = *job.path.get_or_insert_with(|| {
-            let path = self.chooser.choose(self.kind, ranges, bytes, job.left);
-            let counters = &self.common.counters;
-            Counters::add(match path {
-                Path::Direct => &counters.direct_jobs,
-                Path::Staged => &counters.staged_jobs,
-            });
-            path
-        });
+        let path = match job.path {
+            Some(path) => path,
+            None => self.choose(ranges, bytes, job.left),
+        };
+        job.path = Some(path);
         // Only the first piece has to wait: the others come after it on the same stream.
         let after = match job.last {
             None => job.after.as_deref(),
@@ -262,7 +187,7 @@ impl CudaBackend {
         };
         let (timed, pageable) = (job.start.is_none(), self.pinned.is_pageable());
         let sent = if job.fail {
-            Err(injected(path))
+            Err(injected("this job"))
         } else {
             // SAFETY: the ranges lie in the tensors, which the backend keeps alive and whose blocks the
             // job may use, and in the region, whose pieces are ready and stay so; the fence keeps
@@ -273,6 +198,7 @@ impl CudaBackend {
         match sent {
             Ok(sent) => {
                 Counters::add(&self.common.counters.pieces);
+                self.failures[path as usize] = 0;
                 job.left -= bytes;
                 job.pieces += 1;
                 job.start = job.start.take().or(sent.start);
@@ -280,11 +206,30 @@ impl CudaBackend {
                 Step::Sent
             }
             Err(error) => {
-                self.note(&error);
+                self.common.note(&error);
+                self.failures[path as usize] += 1;
                 let slot = self.slot(self.first_offset);
-                failed(slot, format!("{error}, on the {} path", path.name()))
+                Step::Failed(job.failed(slot, format!("{error}, on the {} path", path.name())))
             }
         }
+    }
+
+    /// The path of a job, by its first piece.
+    fn choose(&self, ranges: u64, bytes: u64, all: u64) -> Path {
+        let mut path = self.chooser.choose(self.kind, ranges, bytes, all);
+        if self.failures[path as usize] >= TOO_OFTEN && self.has(path.other()) {
+            path = path.other();
+        }
+        let counters = &self.common.counters;
+        Counters::add(match path {
+            Path::Direct => &counters.direct_jobs,
+            Path::Staged => &counters.staged_jobs,
+        });
+        path
+    }
+
+    fn has(&self, path: Path) -> bool {
+        path == Path::Direct || self.mover.chunk().is_some()
     }
 
     /// Collects a piece of at most `chunk` bytes; an error is the offset of memory that is not there.
@@ -335,90 +280,67 @@ impl CudaBackend {
     /// Prepares a failed job for the other path, or gives the error back.
     fn retry(&mut self, job: &mut Job, error: CopyError) -> Result<(), CopyError> {
         // What is in the queues of it must not touch memory any more, whatever happens next.
-        if let Err(error) = self.mover.drain() {
-            self.note(&error);
-        }
-        let error = match (error, job.retried.take()) {
-            (CopyError::Failed { job, slot, reason }, Some(before)) => {
-                let reason = format!("{reason}; before that: {before}");
-                return Err(CopyError::Failed { job, slot, reason });
-            }
-            (error, _) => error,
-        };
-        let Some(path) = job.path.map(Path::other) else {
+        self.drain();
+        let CopyError::Failed { slot, reason, .. } = error else {
             return Err(error);
         };
-        if self.common.device.is_lost() || (path == Path::Staged && self.mover.chunk().is_none()) {
-            return Err(error);
+        if let Some(before) = job.retried.take() {
+            return Err(job.failed(slot, format!("{reason}; before that: {before}")));
         }
+        let path = job.path.map(Path::other).filter(|path| self.has(*path));
+        let Some(path) = path.filter(|_| !self.common.device.is_lost()) else {
+            return Err(job.failed(slot, reason));
+        };
         Counters::add(&self.common.counters.retries);
-        let notice = format!("{error}: trying the {} path", path.name());
-        self.common.notices.add(notice);
-        if let CopyError::Failed { reason, .. } = error {
-            job.retried = Some(reason);
-        }
-        job.work.restart();
-        job.path = Some(path);
-        (job.left, job.pieces) = (job.work.bytes, 0);
-        (job.held, job.start, job.last) = (None, None, None);
+        self.common.notices.add(format!(
+            "a copy failed ({reason}): it was tried again on the {} path",
+            path.name()
+        ));
+        job.retried = Some(reason);
+        job.restart(path);
         Ok(())
+    }
+
+    /// Waits until the queues are empty; where that fails nothing is certain any more.
+    fn drain(&mut self) {
+        if let Err(error) = self.mover.drain() {
+            self.common.give_up(&error);
+        }
     }
 
     /// Hands over the jobs whose last copy is done.
     fn finish(&mut self, progress: &mut Progress) -> Result<(), DriverError> {
         let mut at = 0;
         while let Some(job) = self.jobs.get(at) {
-            let done = match &job.last {
-                Some(last) => job.is_enqueued() && last.is_done()?,
-                None => job.is_enqueued(),
-            };
-            if !done {
+            if !job.is_done()? {
                 at += 1;
                 continue;
             }
-            let seconds = match (&job.start, &job.last) {
-                (Some(start), Some(last)) => start.seconds_until(last)?,
-                _ => 0.0,
-            };
+            let seconds = job.seconds()?;
             let job = self.jobs.remove(at).expect("it was there just now");
-            self.common.marks.after.lock().remove(&job.work.job);
-            progress.ended.push_back(ended(job, seconds, Ok(())));
+            self.common.after.lock().remove(&job.work.job);
+            progress.ended.push_back(job.ended(seconds, Ok(())));
         }
         Ok(())
     }
 
     /// Ends all jobs: the device as a whole has failed.
     fn fail_all(&mut self, error: &DriverError, progress: &mut Progress) {
-        self.note(error);
-        if let Err(error) = self.mover.drain() {
-            self.note(&error);
-        }
+        self.common.give_up(error);
+        self.drain();
         for job in self.take_all() {
             let slot = job.work.geometry().slots.first().copied();
-            let failure = CopyError::Failed {
-                job: job.work.job,
-                slot: slot.unwrap_or(Slot::new(0)),
-                reason: error.to_string(),
-            };
-            progress.ended.push_back(ended(job, 0.0, Err(failure)));
+            let failure = job.failed(slot.unwrap_or(Slot::new(0)), error.to_string());
+            progress.ended.push_back(job.ended(0.0, Err(failure)));
         }
     }
 
     fn take_all(&mut self) -> Vec<Job> {
-        let mut after = self.common.marks.after.lock();
+        let mut after = self.common.after.lock();
         for job in &self.jobs {
             after.remove(&job.work.job);
         }
         self.jobs.drain(..).collect()
-    }
-
-    /// Says once that the context is lost.
-    fn note(&self, error: &DriverError) {
-        if self.common.device.note(error) {
-            self.common.notices.add(format!(
-                "the CUDA context is lost: {error}. This worker takes no more jobs: restart the engine"
-            ));
-        }
     }
 
     /// The slot that holds a byte of the region.
@@ -428,30 +350,12 @@ impl CudaBackend {
     }
 }
 
-fn ended(job: Job, seconds: f64, outcome: Result<(), CopyError>) -> Ended {
-    Ended {
-        work: job.work,
-        seconds,
-        outcome,
-    }
-}
-
-/// The error of a copy that a test wants to fail.
-fn injected(path: Path) -> DriverError {
-    DriverError {
-        call: "an injected fault",
-        code: 1,
-        name: "CUDA_ERROR_INVALID_VALUE".to_owned(),
-        text: path.name().to_owned(),
-    }
-}
-
 impl Backend for CudaBackend {
     fn start(&mut self) {
         // By default the system may end each pause 50 us late.
         rustix::thread::set_current_timer_slack(NonZeroU64::new(TIMER_SLACK_NS)).ok();
         if let Err(error) = self.common.device.attach() {
-            self.note(&error);
+            self.common.note(&error);
             let text = format!("a transfer thread cannot use the device: {error}");
             self.common.notices.add(text);
         }
@@ -465,29 +369,40 @@ impl Backend for CudaBackend {
         LINGER
     }
 
-    fn submit(&mut self, work: Work) -> Result<(), CopyError> {
-        let after = self.common.marks.before.lock().remove(&work.job);
+    fn takes_rushed(&self) -> bool {
+        true
+    }
+
+    fn submit(&mut self, mut work: Work) -> Result<(), CopyError> {
+        let slot = work.geometry().slots.first().copied();
+        let refused = |reason: &str| CopyError::Failed {
+            job: work.job,
+            slot: slot.unwrap_or(Slot::new(0)),
+            reason: reason.to_owned(),
+        };
+        if self.common.device.is_lost() {
+            return Err(refused("the CUDA context is lost"));
+        }
+        // Without it the copies would not wait for the engine's compute.
+        let Some(Ok(after)) = work.mark.take().map(|mark| mark.downcast::<Event>()) else {
+            return Err(refused("no event came with it"));
+        };
         self.submitted += 1;
         let (every, nothing) = match self.kind {
             JobKind::Store => (self.faults.fail_every_store, false),
             JobKind::Load => (self.faults.fail_every_load, self.faults.load_nothing),
         };
-        let job = Job {
-            after: after
-                .filter(|_| !self.faults.skip_compute_wait)
-                .map(Arc::new),
-            path: None,
-            held: None,
-            left: if nothing { 0 } else { work.bytes },
-            pieces: 0,
-            start: None,
-            last: None,
-            rushed: false,
-            retried: None,
-            fail: every != 0 && self.submitted.is_multiple_of(every),
-            work,
-        };
-        self.jobs.push_front(job);
+        let slots = work.geometry().slots.iter();
+        self.pinned.want(slots.map(|slot| slot.get().into()), false);
+        let after = (!self.faults.skip_compute_wait).then(|| Arc::new(*after));
+        let mut job = Job::new(work, after);
+        job.fail = every != 0 && self.submitted.is_multiple_of(every);
+        if nothing {
+            job.left = 0;
+        }
+        // Before the jobs that have had a turn, and behind the others that have not.
+        let turned = self.jobs.iter().position(|job| job.pieces > 0);
+        self.jobs.insert(turned.unwrap_or(self.jobs.len()), job);
         Ok(())
     }
 
@@ -505,14 +420,14 @@ impl Backend for CudaBackend {
         let at = self.jobs.iter().position(|held| held.work.job == job);
         if let Some(mut job) = at.and_then(|at| self.jobs.remove(at)) {
             job.rushed = true;
+            let slots = job.work.geometry().slots.iter();
+            self.pinned.want(slots.map(|slot| slot.get().into()), true);
             self.jobs.push_front(job);
         }
     }
 
     fn abandon(&mut self) -> Vec<Work> {
-        if let Err(error) = self.mover.drain() {
-            self.note(&error);
-        }
+        self.drain();
         self.take_all().into_iter().map(|job| job.work).collect()
     }
 }

@@ -14,8 +14,10 @@ use std::time::{Duration, Instant};
 use kvoffload_core::jobs::JobKind;
 use rustix::fs::FlockOperation;
 
-use super::driver::{Device, DeviceMemory, DriverError, HostMemory};
-use super::mover::{Mover, Path, Piece};
+use super::driver::{Device, DriverError};
+use super::mover::{Mover, Path};
+use super::objects::{DeviceMemory, HostMemory};
+use super::piece::Piece;
 
 /// Fragment sizes that are measured, in ascending order.
 const FRAGMENTS: [u64; 10] = [
@@ -142,16 +144,10 @@ pub(super) fn calibrate(
     let mut rates: [[Vec<f64>; 2]; 2] = Default::default();
     for (mover, rates) in movers.iter_mut().zip(&mut rates) {
         for (path, rates) in [Path::Direct, Path::Staged].into_iter().zip(rates) {
-            // The first use of a path includes what the driver does once.
-            measure(mover, path, &scratch, &host, FRAGMENTS[0])?;
-            for fragment in FRAGMENTS {
-                let mut best = f64::INFINITY;
-                for _ in 0..REPEATS {
-                    best = best.min(measure(mover, path, &scratch, &host, fragment)?);
-                }
-                let moved = MOVED.min(fragment * MOST_FRAGMENTS);
-                rates.push(moved as f64 / best);
-            }
+            let measured = measure_all(mover, path, &scratch, &host);
+            // Nothing may use the scratch memory when it goes, also after a failure.
+            mover.drain()?;
+            *rates = measured?;
         }
     }
     let [[direct_store, staged_store], [direct_load, staged_load]] = rates;
@@ -161,6 +157,26 @@ pub(super) fn calibrate(
         staged: [staged_store, staged_load],
         seconds: started.elapsed().as_secs_f64(),
     })
+}
+
+/// Bytes per second for every size of fragments, on one path.
+fn measure_all(
+    mover: &mut Mover,
+    path: Path,
+    scratch: &DeviceMemory,
+    host: &HostMemory,
+) -> Result<Vec<f64>, DriverError> {
+    // The first use of a path includes what the driver does once.
+    measure(mover, path, scratch, host, FRAGMENTS[0])?;
+    let rate = |fragment| {
+        let mut best = f64::INFINITY;
+        for _ in 0..REPEATS {
+            best = best.min(measure(mover, path, scratch, host, fragment)?);
+        }
+        let moved = MOVED.min(fragment * MOST_FRAGMENTS);
+        Ok(moved as f64 / best)
+    };
+    FRAGMENTS.into_iter().map(rate).collect()
 }
 
 /// Seconds that fragments of one size take.
@@ -190,8 +206,8 @@ fn measure(
             done += 1;
         }
         debug_assert!(host.bytes() == scratch.bytes());
-        // SAFETY: both scratch memories are as long as all places together, live until the end of this
-        // function, which waits for the last copy, and belong to nobody else; the host's is pinned.
+        // SAFETY: both scratch memories are as long as all places together, belong to nobody else and
+        // live until the caller has waited for the last copy; the host's is pinned.
         let sent = unsafe { mover.send(path, &piece, None, first.is_none(), false) }?;
         first = first.or(sent.start);
         last = Some(sent.done);
@@ -211,15 +227,17 @@ fn measure(
 fn take_turn() -> Option<File> {
     let user = rustix::process::getuid().as_raw();
     let path = std::env::temp_dir().join(format!("kvoffload-calibration-{user}.lock"));
-    // No link is followed: the folder is shared with other users.
+    // The folder is shared with other users: no link is followed, and no pipe waited for.
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let file = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
         .mode(0o600)
-        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+        .custom_flags(flags.bits() as i32)
         .open(path)
-        .ok()?;
+        .ok()
+        .filter(|file| file.metadata().is_ok_and(|facts| facts.is_file()))?;
     let deadline = Instant::now() + TURN;
     while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
         if Instant::now() > deadline {

@@ -1,5 +1,8 @@
 //! The CUDA driver: found at run time, never linked, and every answer turned into a typed error.
 //!
+//! `cudarc` knows the results of CUDA 12.8 as an `enum`; what later drivers have added to them belongs
+//! to functions that are not called here.
+//!
 //! Nothing outside this folder calls the driver. `cudarc` panics where libcuda or a symbol is
 //! missing, so [`Device::open`] asks whether the library is there and whether the driver is recent
 //! enough before anything else is called.
@@ -43,7 +46,11 @@ impl DriverError {
     pub fn is_fatal(&self) -> bool {
         // Deinitialised, invalid or destroyed context, the uncorrectable memory and hardware errors,
         // every kind of failed launch that the driver calls sticky, and the unknown error.
-        matches!(self.code, 4 | 201 | 214 | 220 | 226 | 700 | 702 | 709..=710 | 714..=719 | 721 | 999)
+        // Those of a lost MPS server, too.
+        matches!(
+            self.code,
+            4 | 201 | 214 | 220 | 226 | 700 | 702 | 709..=710 | 714..=719 | 721 | 806 | 810 | 999
+        )
     }
 }
 
@@ -51,12 +58,20 @@ impl DriverError {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaUnavailable {
-    /// The driver's library is not on this machine.
-    #[error("no CUDA driver was found: libcuda.so is not on this machine")]
+    /// The driver's library is not on this machine, or cannot be loaded.
+    #[error("no CUDA driver was found: libcuda.so cannot be loaded")]
     NoLibrary,
     /// The driver does not start.
-    #[error("the CUDA driver does not start: {0}")]
+    #[error("the CUDA driver does not start: {error}{hint}", error = .0, hint = stub_hint(.0))]
     Init(DriverError),
+    /// The device's primary context cannot be had.
+    #[error("CUDA device {ordinal} cannot be used: {source}")]
+    Context {
+        /// Number of the device.
+        ordinal: u32,
+        /// The driver's answer.
+        source: DriverError,
+    },
     /// The driver is too old for this package.
     #[error("the CUDA driver is too old: it supports CUDA {}.{}, at least 11.0 is needed", .version / 1000, .version % 1000 / 10)]
     TooOld {
@@ -71,6 +86,15 @@ pub enum CudaUnavailable {
         /// How many there are.
         devices: i32,
     },
+}
+
+/// What to do where the toolkit's stub of the library was loaded instead of the driver.
+fn stub_hint(error: &DriverError) -> &'static str {
+    const STUB_LIBRARY: u32 = 34;
+    match error.code {
+        STUB_LIBRARY => "; a stub of libcuda.so comes first on the library path: take it off",
+        _ => "",
+    }
 }
 
 /// Turns a driver's answer into a result.
@@ -135,6 +159,12 @@ pub fn unavailable() -> Option<CudaUnavailable> {
     start_driver().and_then(|_| device_count()).err()
 }
 
+/// Whether the driver has a function. `cudarc` panics at the first call of one that it lacks.
+fn has_function(name: &[u8]) -> bool {
+    // SAFETY: the library was loaded by `start_driver`; the address is looked at, not called.
+    unsafe { sys::culib().get::<*const c_void>(name).is_ok() }
+}
+
 fn device_count() -> Result<i32, CudaUnavailable> {
     let mut devices = 0;
     // SAFETY: the driver has been started, and `devices` is a place for one integer.
@@ -157,7 +187,7 @@ pub(super) struct Device {
     has_batch: bool,
     /// The context is gone.
     lost: AtomicBool,
-    free_events: Mutex<Vec<RawEvent>>,
+    pub(super) free_events: Mutex<Vec<RawEvent>>,
     /// Whether threads keep the capture mode they started with: for a test that shows what it does.
     keep_capture_mode: bool,
 }
@@ -169,7 +199,7 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 #[derive(Clone, Copy)]
-struct RawEvent(sys::CUevent);
+pub(super) struct RawEvent(pub(super) sys::CUevent);
 // SAFETY: an event handle may be used from any thread.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above; the driver locks what is behind it.
@@ -200,7 +230,7 @@ impl Device {
                 .map_err(CudaUnavailable::Init)?;
             let pci_known = call!(cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), 32, handle)).is_ok();
             call!(cuDevicePrimaryCtxRetain(&raw mut context, handle))
-                .map_err(CudaUnavailable::Init)?;
+                .map_err(|source| CudaUnavailable::Context { ordinal, source })?;
             pci_known
         };
         let text = |bytes: &[u8]| {
@@ -214,7 +244,7 @@ impl Device {
             context,
             name: text(&name),
             pci: pci_known.then(|| text(&pci).to_lowercase()),
-            has_batch: version >= BATCH_DRIVER,
+            has_batch: version >= BATCH_DRIVER && has_function(b"cuMemcpyBatchAsync"),
             lost: AtomicBool::new(false),
             free_events: Mutex::default(),
             keep_capture_mode,
@@ -223,7 +253,7 @@ impl Device {
             let made: Result<Vec<_>, _> = (0..events).map(|_| make_event()).collect();
             made.map(|made| *device.free_events.lock() = made)
         });
-        made.map_err(CudaUnavailable::Init)?;
+        made.map_err(|source| CudaUnavailable::Context { ordinal, source })?;
         Ok(device)
     }
 
@@ -279,63 +309,21 @@ impl Device {
         &self,
         run: impl FnOnce() -> Result<T, DriverError>,
     ) -> Result<T, DriverError> {
-        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        let mut popped = ptr::null_mut();
-        // SAFETY: the context is retained by `self`, pushed and popped in pairs; `mode` and `popped`
-        // are places for one value each.
-        unsafe {
-            call!(cuCtxPushCurrent_v2(self.context))?;
-            let exchanged = call!(cuThreadExchangeStreamCaptureMode(&raw mut mode));
-            let result = exchanged.and_then(|()| {
-                let result = run();
-                call!(cuThreadExchangeStreamCaptureMode(&raw mut mode))?;
-                result
-            });
-            call!(cuCtxPopCurrent_v2(&raw mut popped))?;
-            result
-        }
+        let _guest = Guest::enter(self.context)?;
+        run()
     }
 
-    /// An event out of the store of unused ones; makes one if there is none.
-    ///
-    /// The context must be current on this thread.
-    pub(super) fn event(self: &Arc<Self>) -> Result<Event, DriverError> {
-        let unused = self.free_events.lock().pop();
-        let raw = match unused {
-            Some(raw) => raw,
-            None => make_event()?,
-        };
-        Ok(Event {
-            raw,
-            device: Arc::clone(self),
-        })
-    }
-
-    /// Records a new event on a stream that belongs to somebody else, such as PyTorch's.
-    ///
-    /// Nothing is wrapped: the handle is used during the call only. May be called on any thread.
-    ///
-    /// # Safety
-    /// `stream` is a stream of this device's primary context, or 0 for its default stream.
-    pub(super) unsafe fn mark(self: &Arc<Self>, stream: usize) -> Result<Event, DriverError> {
-        // SAFETY: the stream by the caller's promise.
-        self.on_caller(|| unsafe { self.event()?.recorded(stream as sys::CUstream) })
-    }
-
-    /// Makes somebody else's stream wait for an event, without waiting here.
-    ///
-    /// # Safety
-    /// As for [`Device::mark`].
-    pub(super) unsafe fn make_wait(&self, stream: usize, event: &Event) -> Result<(), DriverError> {
-        // SAFETY: the stream by the caller's promise, the event by its owner.
-        self.on_caller(|| unsafe {
-            call!(cuStreamWaitEvent(stream as sys::CUstream, event.raw.0, 0))
-        })
+    /// Notes that the device cannot be relied on any more; true the first time.
+    pub(super) fn give_up(&self) -> bool {
+        !self.lost.swap(true, Ordering::Relaxed)
     }
 
     /// As [`Device::with_context`] for calls that no capture forbids: cheaper where the context is
-    /// current already, as it is on PyTorch's threads.
-    fn on_caller<T>(&self, run: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DriverError> {
+    /// current already, as it is on PyTorch's threads and on ours.
+    pub(super) fn on_caller<T>(
+        &self,
+        run: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
         let mut current = ptr::null_mut();
         // SAFETY: a place for one handle.
         unsafe { call!(cuCtxGetCurrent(&raw mut current))? };
@@ -346,27 +334,43 @@ impl Device {
         }
     }
 
-    pub(super) fn stream(self: &Arc<Self>, high_priority: bool) -> Result<Stream, DriverError> {
-        let (mut lowest, mut highest) = (0, 0);
-        let mut raw = ptr::null_mut();
-        // SAFETY: places for one value each; the context is current.
+    /// Gives something back, on whatever thread its owner is dropped. Where that fails the context is
+    /// gone, and with it everything in it.
+    pub(super) fn release(&self, run: impl FnOnce() -> Result<(), DriverError>) {
+        self.on_caller(run).ok();
+    }
+}
+
+/// A context that is current on somebody else's thread for a while, in relaxed capture mode. Both are
+/// as they were afterwards, also after a panic.
+struct Guest(sys::CUstreamCaptureMode);
+
+impl Guest {
+    fn enter(context: sys::CUcontext) -> Result<Self, DriverError> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the caller's device retains the context for as long as the guest stays; `mode` is a
+        // place for one value.
         unsafe {
-            call!(cuCtxGetStreamPriorityRange(
-                &raw mut lowest,
-                &raw mut highest
-            ))?;
-            let priority = if high_priority { highest } else { lowest };
-            let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-            call!(cuStreamCreateWithPriority(
-                &raw mut raw,
-                non_blocking,
-                priority
-            ))?;
+            call!(cuCtxPushCurrent_v2(context))?;
+            if let Err(error) = call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) {
+                let mut popped = ptr::null_mut();
+                sys::cuCtxPopCurrent_v2(&raw mut popped);
+                return Err(error);
+            }
         }
-        Ok(Stream {
-            raw,
-            _device: Arc::clone(self),
-        })
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: undoes what `enter` did, on the same thread; places for one value each. Errors mean
+        // that the context is gone, and then there is nothing to undo.
+        unsafe {
+            sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0);
+            sys::cuCtxPopCurrent_v2(&raw mut popped);
+        }
     }
 }
 
@@ -391,189 +395,9 @@ impl fmt::Debug for Device {
     }
 }
 
-fn make_event() -> Result<RawEvent, DriverError> {
+pub(super) fn make_event() -> Result<RawEvent, DriverError> {
     let mut raw = ptr::null_mut();
     // SAFETY: a place for one handle; the context is current.
     unsafe { call!(cuEventCreate(&raw mut raw, 0))? };
     Ok(RawEvent(raw))
-}
-
-/// An event with a time stamp. Goes back to its device's store when it is dropped: a wait for it that
-/// has been enqueued by then is not affected by its next use.
-pub(super) struct Event {
-    raw: RawEvent,
-    device: Arc<Device>,
-}
-
-impl Event {
-    /// Records it on a stream.
-    ///
-    /// # Safety
-    /// The stream belongs to the event's device and exists.
-    unsafe fn recorded(self, stream: sys::CUstream) -> Result<Self, DriverError> {
-        // SAFETY: the stream by the caller's promise, the event by `self`.
-        unsafe { call!(cuEventRecord(self.raw.0, stream))? };
-        Ok(self)
-    }
-
-    /// Whether all work before it has been done.
-    pub(super) fn is_done(&self) -> Result<bool, DriverError> {
-        // SAFETY: the event is `self`'s.
-        let answer = unsafe { sys::cuEventQuery(self.raw.0) };
-        if answer == sys::CUresult::CUDA_ERROR_NOT_READY {
-            return Ok(false);
-        }
-        check("cuEventQuery", answer).map(|()| true)
-    }
-
-    /// Seconds from this event to a later one; both are done.
-    pub(super) fn seconds_until(&self, later: &Self) -> Result<f64, DriverError> {
-        let mut milliseconds = 0.0f32;
-        // SAFETY: a place for one number; both events are owned.
-        unsafe {
-            call!(cuEventElapsedTime(
-                &raw mut milliseconds,
-                self.raw.0,
-                later.raw.0
-            ))?
-        };
-        Ok(f64::from(milliseconds) / 1e3)
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        self.device.free_events.lock().push(self.raw);
-    }
-}
-
-/// A stream of ours. It does not wait for the default stream, nor the default stream for it.
-pub(super) struct Stream {
-    raw: sys::CUstream,
-    _device: Arc<Device>,
-}
-
-// SAFETY: a stream handle may be used from any thread.
-unsafe impl Send for Stream {}
-
-impl Stream {
-    pub(super) fn raw(&self) -> sys::CUstream {
-        self.raw
-    }
-
-    /// Records a new event.
-    pub(super) fn record(&self, device: &Arc<Device>) -> Result<Event, DriverError> {
-        // SAFETY: the stream is `self`'s.
-        unsafe { device.event()?.recorded(self.raw) }
-    }
-
-    /// Makes later work on this stream wait for an event.
-    pub(super) fn wait(&self, event: &Event) -> Result<(), DriverError> {
-        // SAFETY: stream and event are owned.
-        unsafe { call!(cuStreamWaitEvent(self.raw, event.raw.0, 0)) }
-    }
-
-    /// Blocks until all work on it is done: for failures and the end only.
-    pub(super) fn synchronize(&self) -> Result<(), DriverError> {
-        // SAFETY: the stream is `self`'s.
-        unsafe { call!(cuStreamSynchronize(self.raw)) }
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        // SAFETY: made by us and destroyed once; what is still enqueued runs to its end.
-        unsafe { sys::cuStreamDestroy_v2(self.raw) };
-    }
-}
-
-/// Memory on the device.
-pub(super) struct DeviceMemory {
-    address: u64,
-    bytes: usize,
-    _device: Arc<Device>,
-}
-
-impl DeviceMemory {
-    pub(super) fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, DriverError> {
-        let mut address = 0;
-        // SAFETY: a place for one address; the context is current.
-        unsafe { call!(cuMemAlloc_v2(&raw mut address, bytes))? };
-        Ok(Self {
-            address,
-            bytes,
-            _device: Arc::clone(device),
-        })
-    }
-
-    pub(super) fn address(&self) -> u64 {
-        self.address
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for DeviceMemory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by us, freed once; the driver waits for work that uses it.
-        unsafe { sys::cuMemFree_v2(self.address) };
-    }
-}
-
-/// Pinned host memory from the driver, which the device can read and write.
-pub(super) struct HostMemory {
-    base: *mut u8,
-    bytes: usize,
-    _device: Arc<Device>,
-}
-
-// SAFETY: plain memory, tied to no thread.
-unsafe impl Send for HostMemory {}
-// SAFETY: the type gives out an address only.
-unsafe impl Sync for HostMemory {}
-
-impl HostMemory {
-    pub(super) fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, DriverError> {
-        let mut base: *mut c_void = ptr::null_mut();
-        // Portable and mapped; never write-combined, which would make reads by the CPU very slow.
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: a place for one address; the context is current.
-        unsafe { call!(cuMemHostAlloc(&raw mut base, bytes, flags))? };
-        Ok(Self {
-            base: base.cast(),
-            bytes,
-            _device: Arc::clone(device),
-        })
-    }
-
-    pub(super) fn base(&self) -> *mut u8 {
-        self.base
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// The address by which the device knows it.
-    pub(super) fn device_address(&self) -> Result<u64, DriverError> {
-        let mut address = 0;
-        // SAFETY: a place for one address; the memory is ours and mapped.
-        unsafe {
-            call!(cuMemHostGetDevicePointer_v2(
-                &raw mut address,
-                self.base.cast(),
-                0
-            ))?
-        };
-        Ok(address)
-    }
-}
-
-impl Drop for HostMemory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by us, freed once.
-        unsafe { sys::cuMemFreeHost(self.base.cast()) };
-    }
 }

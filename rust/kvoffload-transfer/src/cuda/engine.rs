@@ -1,6 +1,7 @@
 //! The engine over the CUDA backend: what a worker with a GPU uses.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,14 +11,16 @@ use kvoffload_core::layout::{KvLayout, PageRef, TensorLayout};
 use kvoffload_core::plan::Geometry;
 use parking_lot::Mutex;
 
-use super::backend::{Common, Counters, CudaBackend, CudaFaults, Marks};
+use super::backend::CudaBackend;
 use super::calibrate::{Calibration, Chooser, CopyPath, calibrate};
 use super::driver::{Device, DriverError};
 use super::kernel::Kernel;
-use super::mover::{Mistakes, Mover, Path, Staging};
+use super::mover::{Mistakes, Mover, Path};
 use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
+use super::shared::{Common, Counters, CudaFaults};
+use super::staging::Staging;
 use crate::backend::Backend;
-use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats};
+use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats, panic_text};
 use crate::error::{StartError, SubmitError, WaitTimeout};
 use crate::host::KeepAlive;
 use crate::notices::Notices;
@@ -99,6 +102,19 @@ impl CudaEngine {
     /// # Errors
     /// See [`StartError`]; nothing remains then.
     pub unsafe fn new(config: CudaConfig) -> Result<Self, StartError> {
+        // A driver that lacks a function makes its first call panic.
+        // SAFETY: passed on to the caller.
+        let made = catch_unwind(AssertUnwindSafe(|| unsafe { Self::make(config) }));
+        made.unwrap_or_else(|panic| {
+            Err(StartError::Panicked {
+                message: panic_text(&*panic),
+            })
+        })
+    }
+
+    /// # Safety
+    /// As for [`CudaEngine::new`].
+    unsafe fn make(config: CudaConfig) -> Result<Self, StartError> {
         let CudaConfig {
             tensors,
             groups,
@@ -122,7 +138,9 @@ impl CudaEngine {
         let region = Arc::new(Region::new(num_slots, slot_bytes)?);
         let mistakes = Mistakes {
             skip_staging_wait: faults.skip_staging_wait,
+            skip_ring_wait: faults.skip_ring_wait,
             fail: faults.fail_path,
+            fail_piece: faults.fail_piece,
         };
         let mut chooser = Chooser {
             wanted: config.copy_path,
@@ -140,6 +158,7 @@ impl CudaEngine {
             let mut movers = movers;
             chooser.has_staging = movers.iter().all(|mover| mover.chunk().is_some());
             if chooser.wanted == CopyPath::Auto && chooser.has_staging && faults.fail_path.is_none()
+                && faults.fail_piece == 0
             {
                 match calibrate(&device, &mut movers) {
                     Ok(calibration) => chooser.calibration = Some(calibration),
@@ -166,7 +185,7 @@ impl CudaEngine {
             device,
             layout: Arc::clone(&layout),
             tensors: tensors.iter().map(|tensor| tensor.address).collect(),
-            marks: Marks::default(),
+            after: Mutex::default(),
             counters: Counters::default(),
             notices,
         });
@@ -213,24 +232,17 @@ impl CudaEngine {
         geometry: Geometry<'_>,
         stream: usize,
     ) -> Result<(), SubmitError> {
-        let Common { device, marks, .. } = &*self.common;
+        let device = &self.common.device;
         if device.is_lost() {
             return Err(SubmitError::DeviceLost { job });
         }
         // SAFETY: passed on to the caller.
-        let mark =
-            unsafe { device.mark(stream) }.map_err(|source| SubmitError::Driver { job, source })?;
-        // A job of this id may be live, and then the engine refuses this one: its own mark stays.
-        let before = marks.before.lock().insert(job, mark);
-        let submitted = self.engine.submit(kind, job, geometry);
-        if submitted.is_err() {
-            let mut marks = marks.before.lock();
-            match before {
-                Some(mark) => marks.insert(job, mark),
-                None => marks.remove(&job),
-            };
-        }
-        submitted
+        let mark = unsafe { device.mark(stream) }.map_err(|source| {
+            self.common.note(&source);
+            SubmitError::Driver { job, source }
+        })?;
+        self.engine
+            .submit_after(kind, job, geometry, Some(Box::new(mark)))
     }
 
     /// All ends since the last call; see [`Engine::take_finished`].
@@ -244,10 +256,7 @@ impl CudaEngine {
     /// # Errors
     /// The oldest failed job; all other ends stay for the next call.
     pub fn take_finished_or_failure(&self) -> Result<Vec<Completion>, Completion> {
-        self.engine.take_finished_or_failure().inspect_err(|end| {
-            // A job that failed before it started has left its mark.
-            self.common.marks.before.lock().remove(&end.job);
-        })
+        self.engine.take_finished_or_failure()
     }
 
     /// Blocks until none of these jobs is live; see [`Engine::wait`].
@@ -273,9 +282,9 @@ impl CudaEngine {
         timeout: Duration,
     ) -> Result<(), WaitTimeout> {
         self.engine.wait_enqueued(jobs, timeout)?;
-        let Common { device, marks, .. } = &*self.common;
         let all_wait = {
-            let after = marks.after.lock();
+            let device = &self.common.device;
+            let after = self.common.after.lock();
             let waited_for = jobs.iter().filter_map(|job| after.get(job));
             // A job that is not there is over.
             waited_for
@@ -286,6 +295,7 @@ impl CudaEngine {
         match all_wait {
             Ok(()) => Ok(()),
             Err(error) => {
+                self.common.note(&error);
                 self.common.notices.add(format!(
                     "a stream could not be made to wait ({error}): the caller waits instead"
                 ));

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::driver::{Device, DriverError, Stream, call};
+use super::driver::{Device, DriverError, call};
+use super::objects::Stream;
 
 const PTX: &str = include_str!("fragments.ptx");
 const NAME: &std::ffi::CStr = c"kvoffload_copy_fragments";
@@ -43,7 +44,7 @@ pub(super) struct Kernel {
     module: sys::CUmodule,
     function: sys::CUfunction,
     blocks: u32,
-    _device: Arc<Device>,
+    device: Arc<Device>,
 }
 
 // SAFETY: module and function handles may be used from any thread.
@@ -79,7 +80,7 @@ impl Kernel {
             module,
             function,
             blocks,
-            _device: Arc::clone(device),
+            device: Arc::clone(device),
         })
     }
 
@@ -139,7 +140,8 @@ impl Kernel {
 impl Drop for Kernel {
     fn drop(&mut self) {
         // SAFETY: loaded by us and unloaded once; streams that used it are drained by then.
-        unsafe { sys::cuModuleUnload(self.module) };
+        self.device
+            .release(|| unsafe { call!(cuModuleUnload(self.module)) });
     }
 }
 

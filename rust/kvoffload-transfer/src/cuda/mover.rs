@@ -20,27 +20,19 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use kvoffload_core::jobs::JobKind;
 
-use super::driver::{Device, DeviceMemory, DriverError, Event, HostMemory, Stream, call};
-use super::kernel::{Fragment, Kernel, LONGEST, Way};
+use super::driver::{Device, DriverError, call};
+use super::kernel::Way;
+use super::objects::{Event, Stream};
+use super::piece::Piece;
+use super::staging::{Place, Staging};
 
-/// Into how many pieces the staging memory of one direction is divided at least. Two overlap: one is
-/// packed while another is copied.
-pub(super) const CHUNKS: u64 = 2;
 /// The most pieces that keep to the pace.
 const MOST_PIECES: usize = 16;
 /// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
 /// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
 const PACE_BYTES: u64 = 32 << 20;
-/// The most copies in a piece. (Batches of 50,000 and more are reported to crash some drivers.)
-pub(super) const MOST_COPIES: usize = 32_768;
 /// The most ranges in one call of the driver.
 const MOST_IN_CALL: usize = 4096;
-/// Fragments that all pieces in the queues may have together.
-const LIST: usize = 1 << 19;
-/// What does not follow on what came before starts at a multiple of this in a staging chunk.
-const STAGING_ALIGN: u64 = 64;
-/// Where pieces start in the staging memory.
-const PIECE_ALIGN: u64 = 4096;
 
 /// How bytes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -70,67 +62,6 @@ impl Path {
     }
 }
 
-/// One range to copy: contiguous on both sides.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Range {
-    pub(super) device: u64,
-    pub(super) host: usize,
-    pub(super) bytes: u64,
-    /// Where it lies in the staging chunk.
-    pub(super) staging: u64,
-    /// Whether its host side goes on where that of the range before it ended, in the same memory.
-    pub(super) follows: bool,
-}
-
-/// Ranges that are put into the queues together.
-#[derive(Debug, Default)]
-pub(super) struct Piece {
-    pub(super) ranges: Vec<Range>,
-    /// Bytes of a staging chunk that they take.
-    staging: u64,
-}
-
-impl Piece {
-    pub(super) fn clear(&mut self) {
-        self.ranges.clear();
-        self.staging = 0;
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
-    }
-
-    /// Bytes of all its ranges.
-    pub(super) fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|range| range.bytes).sum()
-    }
-
-    /// How long a range may be for it to fit into a chunk of `chunk` bytes; 0: the piece is full.
-    pub(super) fn room(&self, chunk: u64) -> u64 {
-        if self.ranges.len() == MOST_COPIES {
-            return 0;
-        }
-        chunk.saturating_sub(self.staging.next_multiple_of(STAGING_ALIGN))
-    }
-
-    /// Adds a range that fits.
-    pub(super) fn push(&mut self, device: u64, host: usize, bytes: u64, follows: bool) {
-        let follows = follows && !self.ranges.is_empty();
-        if !follows {
-            self.staging = self.staging.next_multiple_of(STAGING_ALIGN);
-        }
-        let staging = self.staging;
-        self.staging += bytes;
-        self.ranges.push(Range {
-            device,
-            host,
-            bytes,
-            staging,
-            follows,
-        });
-    }
-}
-
 /// What was made of a piece.
 pub(super) struct Sent {
     /// Before its first copy.
@@ -143,112 +74,27 @@ pub(super) struct Sent {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Mistakes {
     pub(super) skip_staging_wait: bool,
+    pub(super) skip_ring_wait: bool,
     pub(super) fail: Option<Path>,
+    /// The staged piece of this number, from 1 on, fails between its two steps.
+    pub(super) fail_piece: u64,
 }
 
-/// Staging memory on the device, and the kernel that fills and empties it.
-pub(super) struct Staging {
-    memory: DeviceMemory,
-    kernel: Arc<Kernel>,
-    /// Where the next piece starts. Positions only grow; the byte is at the position modulo the size.
-    next: u64,
-    /// Fragments of pieces in the queues: a ring in host memory that the kernel reads.
-    list: HostMemory,
-    list_address: u64,
-    /// Position after the newest piece's fragments, and before the oldest's.
-    head: usize,
-    tail: usize,
-}
-
-impl Staging {
-    pub(super) fn new(
-        device: &Arc<Device>,
-        kernel: Arc<Kernel>,
-        bytes: u64,
-    ) -> Result<Self, DriverError> {
-        let memory = DeviceMemory::new(device, bytes as usize)?;
-        let list = HostMemory::new(device, LIST * size_of::<Fragment>())?;
-        let list_address = list.device_address()?;
-        Ok(Self {
-            memory,
-            kernel,
-            next: 0,
-            list,
-            list_address,
-            head: 0,
-            tail: 0,
-        })
-    }
-
-    fn bytes(&self) -> u64 {
-        self.memory.bytes() as u64
-    }
-
-    /// Bytes of the longest piece.
-    fn chunk(&self) -> u64 {
-        self.bytes() / CHUNKS / PIECE_ALIGN * PIECE_ALIGN
-    }
-
-    /// Takes the next `bytes` bytes: their position. What had them before may still be in use.
-    fn take(&mut self, bytes: u64) -> u64 {
-        let (size, mut start) = (self.bytes(), self.next);
-        if start % size + bytes > size {
-            start = start.next_multiple_of(size); // A piece's bytes lie together.
-        }
-        self.next = (start + bytes).next_multiple_of(PIECE_ALIGN);
-        start
-    }
-
-    /// Whether the list has room for the fragments of any piece.
-    fn has_room(&self) -> bool {
-        let most = MOST_COPIES + (self.chunk() / u64::from(LONGEST)) as usize + 1;
-        // A piece that would cross the list's end goes to its start, and leaves a gap.
-        self.tail + LIST >= self.head + 2 * most
-    }
-
-    /// Writes a piece's fragments into the list: where they begin, how many, and the longest one.
-    ///
-    /// # Panics
-    /// There is no room; see [`Staging::has_room`].
-    fn write(&mut self, piece: &Piece) -> (usize, u32, u32) {
-        let cut = |range: &Range| range.bytes.div_ceil(LONGEST.into()) as usize;
-        let count: usize = piece.ranges.iter().map(cut).sum();
-        let mut first = self.head;
-        if first % LIST + count > LIST {
-            first = first.next_multiple_of(LIST); // A piece's fragments lie together.
-        }
-        assert!(first + count <= self.tail + LIST, "a list without room");
-        let list = self.list.base().cast::<Fragment>();
-        let mut at = first % LIST;
-        let mut longest = 0;
-        for range in &piece.ranges {
-            let mut done = 0;
-            while done < range.bytes {
-                let bytes = (range.bytes - done).min(LONGEST.into());
-                let fragment = Fragment {
-                    device: range.device + done,
-                    // Exact: a chunk is far smaller than 4 GiB.
-                    staging: (range.staging + done) as u32,
-                    bytes: bytes as u32,
-                };
-                // SAFETY: `at` is below LIST by the checks above, the memory has LIST fragments and is
-                // aligned to pages, and no kernel reads this place: it is behind `tail`.
-                unsafe { list.add(at).write(fragment) };
-                longest = longest.max(fragment.bytes);
-                at += 1;
-                done += bytes;
-            }
-        }
-        self.head = first + count;
-        (first % LIST, count as u32, longest)
+/// The error of what a test wants to fail.
+pub(super) fn injected(what: &str) -> DriverError {
+    DriverError {
+        call: "an injected fault",
+        code: 1,
+        name: "CUDA_ERROR_INVALID_VALUE".to_owned(),
+        text: what.to_owned(),
     }
 }
 
 struct InFlight {
     done: Arc<Event>,
     bytes: u64,
-    /// Where its staging memory starts, and `head` after it; `None` for a direct piece.
-    staged: Option<(u64, usize)>,
+    /// Where it is staged; `None` for a direct piece.
+    place: Option<Place>,
 }
 
 /// One direction's streams and queues. All methods need the context to be current.
@@ -263,6 +109,8 @@ pub(super) struct Mover {
     targets: Vec<u64>,
     sources: Vec<u64>,
     sizes: Vec<usize>,
+    /// Staged pieces so far.
+    staged: u64,
     mistakes: Mistakes,
 }
 
@@ -284,6 +132,7 @@ impl Mover {
             targets: Vec::with_capacity(MOST_IN_CALL),
             sources: Vec::with_capacity(MOST_IN_CALL),
             sizes: Vec::with_capacity(MOST_IN_CALL),
+            staged: 0,
             mistakes,
         })
     }
@@ -299,8 +148,8 @@ impl Mover {
         self.in_flight.len() < MOST_PIECES && bytes < PACE_BYTES
     }
 
-    /// Whether another piece can be sent at all.
-    pub(super) fn can_send(&self) -> bool {
+    /// Whether another piece can be staged at all: its fragments need a place in the list.
+    pub(super) fn can_stage(&self) -> bool {
         self.staging.as_ref().is_none_or(Staging::has_room)
     }
 
@@ -314,8 +163,8 @@ impl Mover {
             if !piece.done.is_done()? {
                 break;
             }
-            if let (Some((_, end)), Some(staging)) = (piece.staged, &mut self.staging) {
-                staging.tail = end;
+            if let (Some(place), Some(staging)) = (&piece.place, &mut self.staging) {
+                staging.release(place);
             }
             self.in_flight.pop_front();
         }
@@ -326,7 +175,12 @@ impl Mover {
     pub(super) fn drain(&mut self) -> Result<(), DriverError> {
         let copied = self.copy.synchronize();
         self.kernel.synchronize().and(copied)?;
-        self.reap()
+        self.reap()?;
+        if let (true, Some(staging)) = (self.in_flight.is_empty(), &mut self.staging) {
+            // A piece that failed half-way left fragments in the list.
+            staging.release_all();
+        }
+        Ok(())
     }
 
     /// Puts a piece into the queues. `after` has to come before the device's blocks are touched; `timed` asks for an event at the start.
@@ -344,12 +198,7 @@ impl Mover {
         pageable: bool,
     ) -> Result<Sent, DriverError> {
         if self.mistakes.fail == Some(path) {
-            return Err(DriverError {
-                call: "an injected fault",
-                code: 1,
-                name: "CUDA_ERROR_INVALID_VALUE".to_owned(),
-                text: path.name().to_owned(),
-            });
+            return Err(injected(path.name()));
         }
         match path {
             // SAFETY: passed on to the caller.
@@ -382,7 +231,7 @@ impl Mover {
         self.in_flight.push_back(InFlight {
             done: Arc::clone(&done),
             bytes: piece.bytes(),
-            staged: None,
+            place: None,
         });
         Ok(Sent { start, done })
     }
@@ -402,37 +251,48 @@ impl Mover {
                 text: "there is no staging memory".to_owned(),
             });
         };
-        let (first, count, longest) = staging.write(piece);
-        let list = staging.list_address + (first * size_of::<Fragment>()) as u64;
-        let list_end = staging.head;
-        let start = staging.take(piece.staging);
-        let end = start + piece.staging;
-        let size = staging.bytes();
-        let chunk = staging.memory.address() + start % size;
-        let kernel = Arc::clone(&staging.kernel);
+        let place = staging.place(piece);
+        let Place {
+            list,
+            count,
+            longest,
+            chunk,
+            ..
+        } = place;
+        let kernel = Arc::clone(staging.kernel());
         // Pieces end in order, so that waiting for the newest that had these bytes is enough.
         let mut before = self.in_flight.iter().rev();
-        let before = before.find(|piece| piece.staged.is_some_and(|(at, _)| at + size < end));
+        let before = before.find(|older| {
+            older
+                .place
+                .as_ref()
+                .is_some_and(|older| place.reuses(older))
+        });
         let last_use = before.map(|piece| Arc::clone(&piece.done));
         let (first_stream, way) = match self.kind {
             JobKind::Store => (&self.kernel, Way::Pack),
             JobKind::Load => (&self.copy, Way::Unpack),
         };
-        if let Some(event) = last_use {
+        if let Some(event) = last_use.filter(|_| !self.mistakes.skip_ring_wait) {
             first_stream.wait(&event)?;
+        }
+        if let (JobKind::Store, Some(event)) = (self.kind, after) {
+            self.kernel.wait(event)?;
         }
         let begun = timed
             .then(|| first_stream.record(&self.device))
             .transpose()?;
+        self.staged += 1;
+        let fails = self.staged == self.mistakes.fail_piece;
         let done = match self.kind {
             JobKind::Store => {
-                if let Some(event) = after {
-                    self.kernel.wait(event)?;
-                }
                 // SAFETY: the list was written above and is not used again before this piece is done;
                 // fragments lie in the piece's ranges, by the caller's promise, and in the staging bytes
                 // that `last_use` leaves to this piece.
                 unsafe { kernel.launch(&self.kernel, way, list, count, longest, chunk) }?;
+                if fails {
+                    return Err(injected("after packing"));
+                }
                 if !self.mistakes.skip_staging_wait {
                     self.copy.wait(&self.kernel.record(&self.device)?)?;
                 }
@@ -443,6 +303,9 @@ impl Mover {
             JobKind::Load => {
                 // SAFETY: passed on to the caller.
                 unsafe { self.copy_spans(piece, chunk, pageable) }?;
+                if fails {
+                    return Err(injected("before unpacking"));
+                }
                 if !self.mistakes.skip_staging_wait {
                     self.kernel.wait(&self.copy.record(&self.device)?)?;
                 }
@@ -458,7 +321,7 @@ impl Mover {
         self.in_flight.push_back(InFlight {
             done: Arc::clone(&done),
             bytes: piece.bytes(),
-            staged: Some((start, list_end)),
+            place: Some(place),
         });
         Ok(Sent { start: begun, done })
     }
@@ -570,29 +433,8 @@ impl Mover {
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        // Nothing of it may be in use when the staging memory goes. On an error the context is gone.
+        // Nothing of it may be in use when the staging memory goes. Where it cannot be waited for, the
+        // driver itself waits before it frees memory.
         self.drain().ok();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_follows_is_packed_and_the_rest_is_aligned() {
-        let mut piece = Piece::default();
-        assert_eq!(piece.room(4096), 4096);
-        piece.push(1, 1000, 100, true);
-        piece.push(2, 1100, 100, true);
-        piece.push(3, 5000, 10, false);
-        let places: Vec<_> = piece
-            .ranges
-            .iter()
-            .map(|r| (r.staging, r.follows))
-            .collect();
-        assert_eq!(places, [(0, false), (100, true), (256, false)]);
-        assert_eq!(piece.room(4096), 4096 - 320);
-        assert_eq!(piece.room(266), 0);
     }
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Keeps the calling thread on the CPUs of a PCI device's NUMA node, where the system names one.
 ///
@@ -17,9 +17,14 @@ pub(super) fn stay_near(pci: &str) {
         return; // -1 where the machine has one node, or no file.
     };
     let cpus = parse_list(&read(&format!("devices/system/node/node{node}/cpulist")));
+    let Ok(allowed) = sched_getaffinity(None) else {
+        return;
+    };
     let mut set = CpuSet::new();
     for cpu in cpus.into_iter().filter(|&cpu| cpu < CpuSet::MAX_CPU) {
-        set.set(cpu);
+        if allowed.is_set(cpu) {
+            set.set(cpu);
+        }
     }
     if set.count() > 0 {
         sched_setaffinity(None, &set).ok();

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 
-use super::driver::{Device, DriverError, HostMemory, call};
+use super::driver::{Device, DriverError, call};
 use super::numa;
+use super::objects::HostMemory;
 use crate::error::StartError;
 use crate::notices::Notices;
 use crate::region::Region;
@@ -142,6 +143,33 @@ impl PinnedRegion {
         }
     }
 
+    /// Asks for the pieces that hold these slots, in this order; `urgent`: before all others.
+    pub(super) fn want(&self, slots: impl Iterator<Item = u64>, urgent: bool) {
+        if self.ready_bytes.load(Ordering::Relaxed) == self.region.bytes() {
+            return;
+        }
+        let slot_bytes = self.region.slot_bytes();
+        let mut pieces: Vec<u32> = Vec::new();
+        for slot in slots {
+            // Exact: a region has fewer pieces than slots, which have 32-bit numbers.
+            let piece = (slot * slot_bytes / self.piece_bytes) as u32;
+            let waits = self.states[piece as usize].load(Ordering::Relaxed) == WAITING;
+            if waits && pieces.last() != Some(&piece) {
+                pieces.push(piece);
+            }
+        }
+        let mut wanted = self.wanted.lock();
+        // A queue that is as long as the region has nothing to gain from more.
+        if urgent {
+            pieces
+                .iter()
+                .rev()
+                .for_each(|&piece| wanted.push_front(piece));
+        } else if wanted.len() < self.states.len() {
+            wanted.extend(pieces);
+        }
+    }
+
     /// Starts the thread.
     pub(super) fn start(self: &Arc<Self>, pinning: Pinning) -> Result<Pinner, StartError> {
         let region = Arc::clone(self);
@@ -160,6 +188,7 @@ impl PinnedRegion {
 
     /// The thread's body.
     fn run(&self, mut pinning: Pinning) {
+        let _unfinished = Unfinished(self);
         if let Some(pci) = self.device.pci() {
             numa::stay_near(pci);
         }
@@ -272,7 +301,8 @@ impl PinnedRegion {
             }
             if let Err(error) = touched {
                 self.notices.add(format!(
-                    "{bytes} bytes of host memory could not be had ({error}): slots there are not used"
+                    "{bytes} bytes of host memory could not be had ({error}): jobs on their slots fail. \
+                     Lower cpu_bytes_to_use"
                 ));
                 self.states[piece as usize].store(REFUSED, Ordering::Release);
                 return false;
@@ -291,6 +321,29 @@ impl PinnedRegion {
             // has ended in `drop`; pieces do not share pages.
             unsafe { call!(cuMemHostRegister_v2(address, bytes as usize, flags)) }
         })
+    }
+}
+
+/// Sees to it that nobody waits for a piece that will never be ready.
+struct Unfinished<'a>(&'a PinnedRegion);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        let Self(region) = self;
+        if region.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut left = 0;
+        for state in &region.states {
+            let refused =
+                state.compare_exchange(WAITING, REFUSED, Ordering::Release, Ordering::Relaxed);
+            left += u32::from(refused.is_ok());
+        }
+        if left > 0 {
+            region.notices.add(format!(
+                "the thread that registers host memory ended early: jobs on {left} pieces fail"
+            ));
+        }
     }
 }
 

@@ -10,7 +10,11 @@ use kvoffload_core::jobs::JobKind;
 use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
 
+use crate::backend::Mark;
 use crate::error::CopyError;
+
+/// Blocks or slots of a job that is large.
+const LARGE_JOB: usize = 1 << 16;
 
 /// The end of one job.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,6 +41,11 @@ pub(crate) struct JobIds {
 }
 
 impl JobIds {
+    /// Whether it takes so much memory that it should not be kept for another job.
+    pub(super) fn is_large(&self) -> bool {
+        self.block_ids.capacity().max(self.slots.capacity()) > LARGE_JOB
+    }
+
     /// Replaces all of it.
     pub(super) fn set(&mut self, geometry: &Geometry<'_>) {
         fn set<T: Copy>(to: &mut Vec<T>, from: &[T]) {
@@ -65,6 +74,8 @@ pub(super) struct Live {
     /// Position in the order of submits.
     pub(super) order: u64,
     pub(super) ids: Arc<JobIds>,
+    /// For the backend, until the job is started.
+    pub(super) mark: Option<Mark>,
     pub(super) submitted: Instant,
     pub(super) phase: Phase,
     /// Its place among those who use slots and blocks, once it has one.
@@ -100,6 +111,7 @@ pub(super) enum Phase {
 pub(super) struct Start {
     pub(super) job: u64,
     pub(super) ids: Arc<JobIds>,
+    pub(super) mark: Option<Mark>,
     /// Somebody waits for its copies to be in the device's queues.
     pub(super) rushed: bool,
 }

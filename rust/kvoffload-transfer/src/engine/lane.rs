@@ -9,7 +9,7 @@ use kvoffload_core::jobs::JobKind;
 
 use super::Shared;
 use super::job::Start;
-use super::state::lane;
+use super::state::{State, lane};
 use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::region::Region;
@@ -178,9 +178,9 @@ impl Lane {
             if let Some(job) = state.next_rush(self.kind) {
                 return Next::Rush(job);
             }
-            if (abandoning || self.held < self.backend.depth().max(1))
-                && let Some(start) = state.start(self.kind)
-            {
+            // Jobs that somebody waits for are not kept waiting by those that only take their time.
+            let full = !abandoning && self.held >= self.backend.depth().max(1);
+            if let Some(start) = self.may_start(full, &mut state) {
                 return if abandoning {
                     Next::Drop(start.job)
                 } else {
@@ -215,6 +215,14 @@ impl Lane {
         }
     }
 
+    /// The next job to start, if the backend takes one.
+    fn may_start(&self, full: bool, state: &mut State) -> Option<Start> {
+        if full && !self.backend.takes_rushed() {
+            return None;
+        }
+        state.start(self.kind, full)
+    }
+
     /// When to look for jobs again while there are none; `None`: when somebody says so.
     fn linger(&mut self) -> Option<Instant> {
         let now = Instant::now();
@@ -229,7 +237,8 @@ impl Lane {
     }
 
     /// Hands a job's copies to the backend.
-    fn start(&mut self, Start { job, ids, .. }: Start) -> Result<(), CopyError> {
+    fn start(&mut self, start: Start) -> Result<(), CopyError> {
+        let Start { job, ids, mark, .. } = start;
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
@@ -242,7 +251,7 @@ impl Lane {
                 unsafe { verifier.check(layout, region, job, chunks, stop) }?;
             }
         }
-        self.backend.submit(Work::new(job, layout, ids))
+        self.backend.submit(Work::new(job, layout, ids, mark))
     }
 
     /// Does what is left to do when the copies of a job are over, and reports it.
@@ -289,7 +298,7 @@ impl Lane {
 }
 
 /// The text of a panic, if it has one.
-fn panic_text(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("no message")

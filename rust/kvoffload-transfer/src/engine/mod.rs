@@ -29,7 +29,7 @@ use kvoffload_core::layout::KvLayout;
 use kvoffload_core::plan::{CheckScratch, Geometry};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Mark};
 use crate::error::{CopyError, StartError, SubmitError, WaitTimeout};
 use crate::region::Region;
 use crate::verify::Verifier;
@@ -38,6 +38,7 @@ pub use job::Completion;
 pub(crate) use job::JobIds;
 use job::Until;
 use lane::Lane;
+pub(crate) use lane::panic_text;
 use order::Order;
 use state::{State, lane};
 pub use stats::{KindStats, Stats};
@@ -161,6 +162,20 @@ impl Engine {
         job: u64,
         geometry: Geometry<'_>,
     ) -> Result<(), SubmitError> {
+        self.submit_after(kind, job, geometry, None)
+    }
+
+    /// As [`Engine::submit`], with something for the backend to know about this moment.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing has changed then.
+    pub fn submit_after(
+        &self,
+        kind: JobKind,
+        job: u64,
+        geometry: Geometry<'_>,
+        mark: Option<Mark>,
+    ) -> Result<(), SubmitError> {
         let checked = geometry.check_job(kind, &self.shared.layout, &mut self.scratch.lock());
         checked.map_err(|source| SubmitError::Geometry { job, source })?;
         let shared = &*self.shared;
@@ -172,7 +187,7 @@ impl Engine {
         let admitted = state.admit(job, &ids.slots);
         if admitted.is_ok() {
             // No clone is kept here: the job may be over, and its memory free, before this returns.
-            state.submit(job, kind, ids);
+            state.submit(job, kind, ids, mark);
             let wakes_soon = state.wakes_soon[lane(kind)];
             drop(state);
             if !wakes_soon {
@@ -370,7 +385,7 @@ impl Shared {
 
     /// Keeps a job's memory for another one, if nobody has it any more.
     fn recycle(&self, mut ids: Arc<JobIds>) {
-        if Arc::get_mut(&mut ids).is_some() {
+        if Arc::get_mut(&mut ids).is_some_and(|ids| !ids.is_large()) {
             let mut spare = self.spare.lock();
             if spare.len() < SPARE_JOBS {
                 spare.push(ids);

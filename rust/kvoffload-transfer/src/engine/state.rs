@@ -18,6 +18,7 @@ use kvoffload_core::pool::Slot;
 
 use super::job::{Completion, JobIds, Live, Phase, Queue, Start, Until};
 use super::stats::{KindStats, Stats};
+use crate::backend::Mark;
 use crate::error::{CopyError, SubmitError};
 
 /// See the module's description.
@@ -95,12 +96,13 @@ impl State {
     }
 
     /// Takes a job that was admitted into the inbox.
-    pub(super) fn submit(&mut self, job: u64, kind: JobKind, ids: Arc<JobIds>) {
+    pub(super) fn submit(&mut self, job: u64, kind: JobKind, ids: Arc<JobIds>, mark: Option<Mark>) {
         self.submits += 1;
         let live = Live {
             kind,
             order: self.submits,
             ids,
+            mark,
             submitted: Instant::now(),
             phase: Phase::Submitted,
             ticket: None,
@@ -175,11 +177,12 @@ impl State {
         heap.push(Reverse((live.order, job)));
     }
 
-    /// The next job of a direction that may start.
-    pub(super) fn start(&mut self, kind: JobKind) -> Option<Start> {
+    /// The next job of a direction that may start; `full`: only one that somebody waits for.
+    pub(super) fn start(&mut self, kind: JobKind, full: bool) -> Option<Start> {
         let queue = &mut self.queues[lane(kind)];
         loop {
-            let next = queue.rushed.pop().or_else(|| queue.ready.pop());
+            let next = queue.rushed.pop();
+            let next = next.or_else(|| if full { None } else { queue.ready.pop() });
             let Reverse((order, job)) = next?;
             // Not one that was started out of the other heap, nor a later job of the same id.
             let Some(live) = self.live.get_mut(&job).filter(|live| live.order == order) else {
@@ -193,6 +196,7 @@ impl State {
             let start = Start {
                 job,
                 ids: Arc::clone(&live.ids),
+                mark: live.mark.take(),
                 rushed: live.rushed,
             };
             let waited = live.submitted.elapsed().as_micros() as u64;

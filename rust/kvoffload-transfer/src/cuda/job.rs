@@ -1,0 +1,94 @@
+//! One job on its way into the device's queues.
+
+use std::sync::Arc;
+
+use kvoffload_core::plan::CopyRun;
+use kvoffload_core::pool::Slot;
+
+use super::driver::DriverError;
+use super::mover::Path;
+use super::objects::Event;
+use crate::backend::{Ended, Work};
+use crate::error::CopyError;
+
+pub(super) struct Job {
+    pub(super) work: Work,
+    /// What must have happened on the device before its blocks are touched.
+    pub(super) after: Option<Arc<Event>>,
+    /// Chosen when its first piece is known.
+    pub(super) path: Option<Path>,
+    /// A range that was asked for and did not go into the piece.
+    pub(super) held: Option<CopyRun>,
+    /// Bytes that are not in the queues yet.
+    pub(super) left: u64,
+    /// Pieces that are in the queues.
+    pub(super) pieces: u32,
+    pub(super) start: Option<Event>,
+    /// After the newest piece of this attempt.
+    pub(super) last: Option<Arc<Event>>,
+    pub(super) rushed: bool,
+    /// The first attempt's error.
+    pub(super) retried: Option<String>,
+    pub(super) fail: bool,
+}
+
+impl Job {
+    /// Whether all its pieces are in the queues.
+    pub(super) fn is_enqueued(&self) -> bool {
+        self.left == 0
+    }
+
+    pub(super) fn new(work: Work, after: Option<Arc<Event>>) -> Self {
+        Self {
+            after,
+            path: None,
+            held: None,
+            left: work.bytes,
+            pieces: 0,
+            start: None,
+            last: None,
+            rushed: false,
+            retried: None,
+            fail: false,
+            work,
+        }
+    }
+
+    /// Goes back to the first piece, on this path.
+    pub(super) fn restart(&mut self, path: Path) {
+        self.work.restart();
+        self.path = Some(path);
+        (self.left, self.pieces) = (self.work.bytes, 0);
+        (self.held, self.start, self.last) = (None, None, None);
+    }
+
+    /// Whether its last copy is done.
+    pub(super) fn is_done(&self) -> Result<bool, DriverError> {
+        match &self.last {
+            Some(last) if self.is_enqueued() => last.is_done(),
+            _ => Ok(self.is_enqueued()),
+        }
+    }
+
+    /// Seconds between its first copy and its last, which is done.
+    pub(super) fn seconds(&self) -> Result<f64, DriverError> {
+        match (&self.start, &self.last) {
+            (Some(start), Some(last)) => start.seconds_until(last),
+            _ => Ok(0.0),
+        }
+    }
+
+    /// Its error, with a slot to name.
+    pub(super) fn failed(&self, slot: Slot, reason: String) -> CopyError {
+        let job = self.work.job;
+        CopyError::Failed { job, slot, reason }
+    }
+
+    pub(super) fn ended(self, seconds: f64, outcome: Result<(), CopyError>) -> Ended {
+        Ended {
+            work: self.work,
+            seconds,
+            outcome,
+        }
+    }
+}

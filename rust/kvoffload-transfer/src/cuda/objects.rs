@@ -1,0 +1,255 @@
+//! What lives on a device: events, streams and memory. Each gives itself back when it is dropped, on
+//! whatever thread that happens.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::driver::{Device, DriverError, RawEvent, call, check, make_event};
+
+impl Device {
+    /// An event out of the store of unused ones; makes one if there is none.
+    ///
+    /// The context must be current on this thread.
+    pub(super) fn event(self: &Arc<Self>) -> Result<Event, DriverError> {
+        let unused = self.free_events.lock().pop();
+        let raw = match unused {
+            Some(raw) => raw,
+            None => make_event()?,
+        };
+        Ok(Event {
+            raw,
+            device: Arc::clone(self),
+        })
+    }
+
+    /// Records a new event on a stream that belongs to somebody else, such as PyTorch's.
+    ///
+    /// Nothing is wrapped: the handle is used during the call only. May be called on any thread.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this device's primary context, or 0 for its default stream.
+    pub(super) unsafe fn mark(self: &Arc<Self>, stream: usize) -> Result<Event, DriverError> {
+        // SAFETY: the stream by the caller's promise.
+        self.on_caller(|| unsafe { self.event()?.recorded(stream as sys::CUstream) })
+    }
+
+    /// Makes somebody else's stream wait for an event, without waiting here.
+    ///
+    /// # Safety
+    /// As for [`Device::mark`].
+    pub(super) unsafe fn make_wait(&self, stream: usize, event: &Event) -> Result<(), DriverError> {
+        // SAFETY: the stream by the caller's promise, the event by its owner.
+        self.on_caller(|| unsafe {
+            call!(cuStreamWaitEvent(stream as sys::CUstream, event.raw.0, 0))
+        })
+    }
+
+    pub(super) fn stream(self: &Arc<Self>, high_priority: bool) -> Result<Stream, DriverError> {
+        let (mut lowest, mut highest) = (0, 0);
+        let mut raw = ptr::null_mut();
+        // SAFETY: places for one value each; the context is current.
+        unsafe {
+            call!(cuCtxGetStreamPriorityRange(
+                &raw mut lowest,
+                &raw mut highest
+            ))?;
+            let priority = if high_priority { highest } else { lowest };
+            let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            call!(cuStreamCreateWithPriority(
+                &raw mut raw,
+                non_blocking,
+                priority
+            ))?;
+        }
+        Ok(Stream {
+            raw,
+            device: Arc::clone(self),
+        })
+    }
+}
+
+/// An event with a time stamp. Goes back to its device's store when it is dropped: a wait for it that
+/// has been enqueued by then is not affected by its next use.
+pub(super) struct Event {
+    raw: RawEvent,
+    device: Arc<Device>,
+}
+
+impl Event {
+    /// Records it on a stream.
+    ///
+    /// # Safety
+    /// The stream belongs to the event's device and exists.
+    unsafe fn recorded(self, stream: sys::CUstream) -> Result<Self, DriverError> {
+        // SAFETY: the stream by the caller's promise, the event by `self`.
+        unsafe { call!(cuEventRecord(self.raw.0, stream))? };
+        Ok(self)
+    }
+
+    /// Whether all work before it has been done.
+    pub(super) fn is_done(&self) -> Result<bool, DriverError> {
+        // SAFETY: the event is `self`'s.
+        let answer = unsafe { sys::cuEventQuery(self.raw.0) };
+        if answer == sys::CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        check("cuEventQuery", answer).map(|()| true)
+    }
+
+    /// Seconds from this event to a later one; both are done.
+    pub(super) fn seconds_until(&self, later: &Self) -> Result<f64, DriverError> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: a place for one number; both events are owned.
+        unsafe {
+            call!(cuEventElapsedTime(
+                &raw mut milliseconds,
+                self.raw.0,
+                later.raw.0
+            ))?
+        };
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        self.device.free_events.lock().push(self.raw);
+    }
+}
+
+/// A stream of ours. It does not wait for the default stream, nor the default stream for it.
+pub(super) struct Stream {
+    raw: sys::CUstream,
+    device: Arc<Device>,
+}
+
+// SAFETY: a stream handle may be used from any thread.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// Records a new event.
+    pub(super) fn record(&self, device: &Arc<Device>) -> Result<Event, DriverError> {
+        // SAFETY: the stream is `self`'s.
+        unsafe { device.event()?.recorded(self.raw) }
+    }
+
+    /// Makes later work on this stream wait for an event.
+    pub(super) fn wait(&self, event: &Event) -> Result<(), DriverError> {
+        // SAFETY: stream and event are owned.
+        unsafe { call!(cuStreamWaitEvent(self.raw, event.raw.0, 0)) }
+    }
+
+    /// Blocks until all work on it is done: for failures and the end only.
+    pub(super) fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: the stream is `self`'s.
+        unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: made by us and destroyed once; what is still enqueued runs to its end.
+        self.device
+            .release(|| unsafe { call!(cuStreamDestroy_v2(self.raw)) });
+    }
+}
+
+/// Memory on the device.
+pub(super) struct DeviceMemory {
+    address: u64,
+    bytes: usize,
+    device: Arc<Device>,
+}
+
+impl DeviceMemory {
+    pub(super) fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, DriverError> {
+        let mut address = 0;
+        // SAFETY: a place for one address; the context is current.
+        unsafe { call!(cuMemAlloc_v2(&raw mut address, bytes))? };
+        Ok(Self {
+            address,
+            bytes,
+            device: Arc::clone(device),
+        })
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by us, freed once; the driver waits for work that uses it.
+        self.device
+            .release(|| unsafe { call!(cuMemFree_v2(self.address)) });
+    }
+}
+
+/// Pinned host memory from the driver, which the device can read and write.
+pub(super) struct HostMemory {
+    base: *mut u8,
+    bytes: usize,
+    device: Arc<Device>,
+}
+
+// SAFETY: plain memory, tied to no thread.
+unsafe impl Send for HostMemory {}
+// SAFETY: the type gives out an address only.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    pub(super) fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, DriverError> {
+        let mut base: *mut c_void = ptr::null_mut();
+        // Portable and mapped; never write-combined, which would make reads by the CPU very slow.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: a place for one address; the context is current.
+        unsafe { call!(cuMemHostAlloc(&raw mut base, bytes, flags))? };
+        Ok(Self {
+            base: base.cast(),
+            bytes,
+            device: Arc::clone(device),
+        })
+    }
+
+    pub(super) fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The address by which the device knows it.
+    pub(super) fn device_address(&self) -> Result<u64, DriverError> {
+        let mut address = 0;
+        // SAFETY: a place for one address; the memory is ours and mapped.
+        unsafe {
+            call!(cuMemHostGetDevicePointer_v2(
+                &raw mut address,
+                self.base.cast(),
+                0
+            ))?
+        };
+        Ok(address)
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by us, freed once.
+        self.device
+            .release(|| unsafe { call!(cuMemFreeHost(self.base.cast())) });
+    }
+}
