@@ -254,7 +254,7 @@ def test_control_without_the_wait_between_the_steps() -> None:
 
 
 def rushed_round_trip(rig: Rig, times: int) -> bool:
-    """As `staged_round_trip`, with every piece in the queues at once: the ring is used many times."""
+    """As `staged_round_trip`, but all pieces are in the queues at once, through a small ring."""
     half = rig.blocks // 2
     stream = gpu_kit.current_stream()
     for turn in range(times):
