@@ -19,6 +19,7 @@ use kvoffload_core::plan::{CopyRun, Geometry, RunCursor};
 
 use crate::engine::JobIds;
 use crate::error::CopyError;
+use crate::verify::StoreNumber;
 
 /// What a backend is to know about the moment of a job's submit.
 pub type Mark = Box<dyn Any + Send + Sync>;
@@ -34,6 +35,8 @@ pub struct Work {
     pub mark: Option<Mark>,
     /// What the job named; the engine needs it again when the copies are done.
     pub(crate) ids: Arc<JobIds>,
+    /// Of a store.
+    pub(crate) store: Option<StoreNumber>,
     cursor: RunCursor,
 }
 
@@ -44,6 +47,7 @@ impl Work {
             bytes: ids.geometry().bytes(layout),
             mark,
             ids,
+            store: None,
             cursor: RunCursor::default(),
         }
     }

@@ -5,7 +5,8 @@
 //! blocks out of a chunk when they have fallen out of a sliding window. On request one hash per slot
 //! is made after a store and compared before a load, too.
 
-use std::num::NonZeroU32;
+use std::collections::HashSet;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvoffload_core::layout::KvLayout;
@@ -28,22 +29,33 @@ pub enum Verify {
     All,
 }
 
-/// The hashes of all slots. Its methods are called by the job that the fence lets use the slots.
+/// What is known of all slots. Its methods are called by the job that the fence lets use the slots.
 #[derive(Debug)]
 pub(crate) struct Verifier {
     /// Every how many uses of a slot are hashed; 0: none.
     every: u32,
     /// Whether loads are looked at.
     on: bool,
-    slots: Mutex<Box<[Record]>>,
+    slots: Mutex<Slots>,
     checks: AtomicU64,
     failures: AtomicU64,
 }
 
+#[derive(Debug)]
+struct Slots {
+    records: Box<[Record]>,
+    stores: u64,
+    /// Stores that have not ended well: their slots hold nothing of use. So a store that ends well costs
+    /// one step here, and one that ends in any other way needs none.
+    unfinished: HashSet<u64>,
+}
+
 /// What is known about a slot.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Record {
-    state: State,
+    /// Number of the last store; 0: there was none.
+    store: u64,
+    hash: Option<NonZeroU64>,
     /// KV group of the chunk.
     group: u32,
     /// Blocks of the chunk that were stored: from the first, up to the end.
@@ -53,15 +65,12 @@ struct Record {
     uses: u32,
 }
 
-#[derive(Debug, Clone, Copy)]
-enum State {
-    NeverStored,
-    /// A store has begun and not ended well.
-    Unfinished,
-    /// Stored; not hashed, because of sampling.
-    Unhashed,
-    Hashed(u64),
-}
+/// In place of the number of a store that failed.
+const FAILED: u64 = u64::MAX;
+
+/// A store that has begun.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StoreNumber(u64);
 
 impl Verifier {
     pub(crate) fn new(verify: Verify, stored_only: bool, num_slots: u32) -> Self {
@@ -70,17 +79,14 @@ impl Verifier {
             Verify::Sample(every) => every.get(),
             Verify::All => 1,
         };
-        let record = Record {
-            state: State::NeverStored,
-            group: 0,
-            first: 0,
-            end: 0,
-            uses: 0,
-        };
         Self {
             every,
             on: stored_only || every != 0,
-            slots: Mutex::new(vec![record; num_slots as usize].into()),
+            slots: Mutex::new(Slots {
+                records: vec![Record::default(); num_slots as usize].into(),
+                stores: 0,
+                unfinished: HashSet::new(),
+            }),
             checks: AtomicU64::new(0),
             failures: AtomicU64::new(0),
         }
@@ -95,18 +101,23 @@ impl Verifier {
     }
 
     /// A store to these slots begins: until it ends well they hold nothing of use.
-    pub(crate) fn store_begins(&self, chunks: impl Iterator<Item = ChunkUse>) {
+    pub(crate) fn store_begins(&self, chunks: impl Iterator<Item = ChunkUse>) -> StoreNumber {
         let mut slots = self.slots.lock();
+        slots.stores += 1;
+        let store = slots.stores;
+        slots.unfinished.insert(store);
         for chunk in chunks {
-            let record = &mut slots[chunk.slot.index()];
+            let record = &mut slots.records[chunk.slot.index()];
             *record = Record {
-                state: State::Unfinished,
+                store,
+                hash: None,
                 group: chunk.group as u32,
                 first: chunk.first,
                 end: chunk.end,
                 uses: record.uses.wrapping_add(1),
             };
         }
+        StoreNumber(store)
     }
 
     /// A store to these chunks has ended well. Each is hashed as a whole, whatever part was written;
@@ -118,26 +129,31 @@ impl Verifier {
         &self,
         layout: &KvLayout,
         region: &Region,
+        store: StoreNumber,
         chunks: impl Iterator<Item = ChunkUse>,
         stop: impl Fn() -> bool,
     ) {
-        if self.every == 0 {
-            // Nothing here takes long, so that one lock serves all.
-            let mut slots = self.slots.lock();
-            chunks.for_each(|chunk| slots[chunk.slot.index()].state = State::Unhashed);
-            return;
+        if self.every != 0 {
+            for chunk in chunks.take_while(|_| !stop()) {
+                let uses = self.slots.lock().records[chunk.slot.index()].uses;
+                if uses
+                    .wrapping_add(chunk.slot.get())
+                    .is_multiple_of(self.every)
+                {
+                    // SAFETY: passed on to the caller.
+                    let hash = Some(unsafe { hash(layout, region, chunk) });
+                    self.slots.lock().records[chunk.slot.index()].hash = hash;
+                }
+            }
         }
-        for chunk in chunks.take_while(|_| !stop()) {
-            let uses = self.slots.lock()[chunk.slot.index()].uses;
-            let turn = uses.wrapping_add(chunk.slot.get());
-            let state = if turn.is_multiple_of(self.every) {
-                // SAFETY: passed on to the caller.
-                State::Hashed(unsafe { hash(layout, region, chunk) })
-            } else {
-                State::Unhashed
-            };
-            self.slots.lock()[chunk.slot.index()].state = state;
-        }
+        self.slots.lock().unfinished.remove(&store.0);
+    }
+
+    /// A store to these chunks has failed: notes that with the slots, so that it need not be kept apart.
+    pub(crate) fn failed(&self, store: StoreNumber, chunks: impl Iterator<Item = ChunkUse>) {
+        let mut slots = self.slots.lock();
+        chunks.for_each(|chunk| slots.records[chunk.slot.index()].store = FAILED);
+        slots.unfinished.remove(&store.0);
     }
 
     /// Compares slots with what was stored, before job `job` loads from them; the first that differs
@@ -159,9 +175,9 @@ impl Verifier {
         let mut slots = self.slots.lock();
         for chunk in chunks {
             let slot = chunk.slot;
-            let record = slots[slot.index()];
-            let wrong = match (record.state, record.differs(chunk)) {
-                (State::Hashed(stored), None) => {
+            let record = slots.records[slot.index()];
+            let wrong = match (record.hash, slots.differs(record, chunk)) {
+                (Some(stored), None) => {
                     if stop() {
                         return Err(CopyError::Abandoned { job });
                     }
@@ -170,6 +186,7 @@ impl Verifier {
                     // SAFETY: passed on to the caller.
                     let found =
                         MutexGuard::unlocked(&mut slots, || unsafe { hash(layout, region, chunk) });
+                    let (stored, found) = (stored.get(), found.get());
                     (found != stored).then_some(VerifyReason::Changed { stored, found })
                 }
                 (_, wrong) => wrong,
@@ -183,24 +200,30 @@ impl Verifier {
     }
 }
 
-impl Record {
+impl Slots {
+    fn is_unfinished(&self, store: u64) -> bool {
+        !self.unfinished.is_empty() && self.unfinished.contains(&store)
+    }
+
     /// Why the slot does not hold what a load wants, whatever its bytes are.
-    fn differs(&self, chunk: ChunkUse) -> Option<VerifyReason> {
+    fn differs(&self, record: Record, chunk: ChunkUse) -> Option<VerifyReason> {
         let wanted = chunk.group as u32;
-        match self.state {
-            State::NeverStored => Some(VerifyReason::NeverStored),
-            State::Unfinished => Some(VerifyReason::StoreFailed),
-            _ if self.group != wanted => Some(VerifyReason::OtherGroup {
-                stored: self.group,
+        if record.store == 0 {
+            Some(VerifyReason::NeverStored)
+        } else if record.store == FAILED || self.is_unfinished(record.store) {
+            Some(VerifyReason::StoreFailed)
+        } else if record.group != wanted {
+            Some(VerifyReason::OtherGroup {
+                stored: record.group,
                 wanted,
-            }),
-            _ if chunk.first < self.first || chunk.end > self.end => {
-                Some(VerifyReason::OtherBlocks {
-                    stored: (self.first, self.end),
-                    wanted: (chunk.first, chunk.end),
-                })
-            }
-            State::Unhashed | State::Hashed(_) => None,
+            })
+        } else if chunk.first < record.first || chunk.end > record.end {
+            Some(VerifyReason::OtherBlocks {
+                stored: (record.first, record.end),
+                wanted: (chunk.first, chunk.end),
+            })
+        } else {
+            None
         }
     }
 }
@@ -209,8 +232,9 @@ impl Record {
 ///
 /// # Safety
 /// No other thread writes the slot during the call.
-unsafe fn hash(layout: &KvLayout, region: &Region, chunk: ChunkUse) -> u64 {
+unsafe fn hash(layout: &KvLayout, region: &Region, chunk: ChunkUse) -> NonZeroU64 {
     let start = layout.slot_offset(chunk.slot);
     // SAFETY: passed on to the caller.
-    unsafe { region.hash(start..start + layout.chunk_bytes(chunk.group)) }
+    let hash = unsafe { region.hash(start..start + layout.chunk_bytes(chunk.group)) };
+    NonZeroU64::new(hash).unwrap_or(NonZeroU64::MIN)
 }

@@ -242,16 +242,19 @@ impl Lane {
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
-        match self.kind {
-            JobKind::Store => verifier.store_begins(geometry.chunks(layout)),
+        let store = match self.kind {
+            JobKind::Store => Some(verifier.store_begins(geometry.chunks(layout))),
             JobKind::Load => {
                 let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
                 // SAFETY: the job is live and reads the slots, so the fence holds every job back that
                 // would write them.
                 unsafe { verifier.check(layout, region, job, chunks, stop) }?;
+                None
             }
-        }
-        self.backend.submit(Work::new(job, layout, ids, mark))
+        };
+        let mut work = Work::new(job, layout, ids, mark);
+        work.store = store;
+        self.backend.submit(work)
     }
 
     /// Does what is left to do when the copies of a job are over, and reports it.
@@ -263,15 +266,18 @@ impl Lane {
         } = ended;
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
-        if outcome.is_ok() {
-            if self.kind == JobKind::Store {
-                let geometry = work.ids.geometry();
+        if let Some(store) = work.store {
+            let geometry = work.ids.geometry();
+            let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
+            match outcome {
                 // Once everything is given up, nothing is loaded any more.
-                let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
                 // SAFETY: the job is live and writes the slots, so the fence holds every other job on
                 // them back; its own copies are over.
-                unsafe { verifier.stored(layout, region, chunks, stop) };
+                Ok(()) => unsafe { verifier.stored(layout, region, store, chunks, stop) },
+                Err(_) => verifier.failed(store, chunks),
             }
+        }
+        if outcome.is_ok() {
             self.backend.retire(&work);
         }
         shared.finish(work.job, work.bytes, seconds, outcome);

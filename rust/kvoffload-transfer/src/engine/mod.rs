@@ -372,15 +372,15 @@ impl Shared {
     /// Ends a job, and wakes whoever that concerns.
     fn finish(&self, job: u64, bytes: u64, seconds: f64, outcome: Result<(), CopyError>) {
         let mut order = self.order.lock();
-        let place = self.state.lock().place(job);
+        let mut state = self.state.lock();
+        let place = state.place(job);
+        state.finish(job, bytes, seconds, outcome);
+        self.unlock_and_wake(state);
+        self.ended.notify_all();
+        // Nobody gets a place meanwhile, so nobody is told to wait for a job that is over.
         if let Some((ticket, ids)) = place {
             order.leave(ticket, &self.layout, &ids);
         }
-        let mut state = self.state.lock();
-        state.finish(job, bytes, seconds, outcome);
-        self.unlock_and_wake(state);
-        drop(order);
-        self.ended.notify_all();
     }
 
     /// Keeps a job's memory for another one, if nobody has it any more.
