@@ -79,14 +79,24 @@ pub(crate) fn cast<T: TryFrom<u64>>(
     })
 }
 
-/// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30.
+/// Numbers of the job that is being submitted. Kept from one job to the next: memory that the calling
+/// thread used before costs it less than new memory.
+#[derive(Default)]
+pub(crate) struct Numbers {
+    pub(crate) block_ids: Vec<u32>,
+    pub(crate) slots: Vec<Slot>,
+}
+
+/// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30, in place of what is
+/// in `into`.
 pub(crate) fn ids<T>(
     py: Python<'_>,
     job: u64,
     field: &'static str,
     object: &Bound<'_, PyAny>,
     id: impl Fn(u32) -> T,
-) -> PyResult<Vec<T>> {
+    into: &mut Vec<T>,
+) -> PyResult<()> {
     let bad = |text: String| {
         let about = About {
             field: Some(field),
@@ -101,21 +111,22 @@ pub(crate) fn ids<T>(
         )
     };
     let found = if let Ok(buffer) = PyBuffer::<i32>::get(object) {
-        convert(py, &buffer, id)?
+        convert(py, &buffer, id, into)?
     } else if let Ok(buffer) = PyBuffer::<i64>::get(object) {
-        convert(py, &buffer, id)?
+        convert(py, &buffer, id, into)?
     } else {
         return Err(bad("must be an array of 32 or 64-bit integers".to_owned()));
     };
     found.map_err(|id| bad(format!("has {id}: ids are 0 to 4294967295")))
 }
 
-/// A buffer's numbers, each turned into an id; or the first that cannot be one.
+/// Turns each of a buffer's numbers into an id; answers the first that cannot be one.
 fn convert<W: Element + Copy + Into<i64>, T>(
     py: Python<'_>,
     buffer: &PyBuffer<W>,
     id: impl Fn(u32) -> T,
-) -> PyResult<Result<Vec<T>, i64>> {
+    into: &mut Vec<T>,
+) -> PyResult<Result<(), i64>> {
     // In one pass without a branch, which takes less than a nanosecond for each: whatever does not fit
     // into 32 bits leaves one of the upper bits behind.
     let mut bits = 0;
@@ -124,21 +135,22 @@ fn convert<W: Element + Copy + Into<i64>, T>(
         bits |= number;
         id(number as u32)
     };
-    let found = match buffer.as_slice_ptr() {
+    into.clear();
+    match buffer.as_slice_ptr() {
         Some(numbers) => {
             #[expect(unsafe_code, reason = "a copy of the buffer would take as long again")]
             // SAFETY: `buffer` keeps the memory where it is, and has checked that it holds aligned
             // numbers of this type. No Python code runs meanwhile, and nobody writes to the ids of a
             // job that he is submitting.
             let numbers = unsafe { numbers.as_ref() };
-            numbers.iter().copied().map(one).collect()
+            into.extend(numbers.iter().copied().map(one));
         }
-        None => buffer.to_vec(py)?.into_iter().map(one).collect(),
-    };
+        None => into.extend(buffer.to_vec(py)?.into_iter().map(one)),
+    }
     if u32::try_from(bits).is_ok() {
-        return Ok(Ok(found));
+        return Ok(Ok(()));
     }
     let mut numbers = buffer.to_vec(py)?.into_iter().map(W::into);
     let bad = numbers.find(|&id| u32::try_from(id).is_err());
-    Ok(bad.map_or(Ok(found), Err))
+    Ok(bad.map_or(Ok(()), Err))
 }

@@ -8,10 +8,11 @@ use kvoffload_transfer::cuda::{
     self, CopyPath, CudaConfig, CudaEngine, CudaFaults, DeviceTensor, Path, Pinning,
 };
 use kvoffload_transfer::{EngineConfig, JobKind};
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{cast, ids};
+use crate::convert::{Numbers, cast, ids};
 use crate::worker::{
     Finished, config_error, finished, job_list, page_refs, shapes, start_error, submit_error,
     timeout, verify_mode, wait_error,
@@ -22,6 +23,8 @@ use crate::worker::{
 pub(crate) struct CudaWorker {
     engine: CudaEngine,
     wait_timeout: Duration,
+    /// Not there during a submit.
+    numbers: Mutex<Numbers>,
 }
 
 #[pymethods]
@@ -103,6 +106,7 @@ impl CudaWorker {
         Ok(Self {
             engine: engine.map_err(|error| start_error(py, &error))?,
             wait_timeout,
+            numbers: Mutex::default(),
         })
     }
 
@@ -240,17 +244,27 @@ impl CudaWorker {
         stream: usize,
     ) -> PyResult<()> {
         let (block_ids, group_sizes, block_indices, slots) = parts;
-        let block_ids = ids(py, job, "block_ids", block_ids, |block| block)?;
-        let slots = ids(py, job, "slots", slots, Slot::new)?;
+        // Taken out, because errors are Python objects, and making one may run other code.
+        let mut numbers = std::mem::take(&mut *self.numbers.lock());
+        ids(
+            py,
+            job,
+            "block_ids",
+            block_ids,
+            |id| id,
+            &mut numbers.block_ids,
+        )?;
+        ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
         let geometry = Geometry {
-            block_ids: &block_ids,
+            block_ids: &numbers.block_ids,
             group_sizes,
             block_indices,
-            slots: &slots,
+            slots: &numbers.slots,
         };
         #[expect(unsafe_code, reason = "PyTorch hands streams over as numbers")]
         // SAFETY: the caller passes the handle of a stream of this device that exists.
         let submitted = unsafe { self.engine.submit(kind, job, geometry, stream) };
+        *self.numbers.lock() = numbers;
         submitted.map_err(|error| submit_error(py, &error))
     }
 }

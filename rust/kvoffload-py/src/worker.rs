@@ -10,10 +10,11 @@ use kvoffload_transfer::{
     Completion, CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind,
     LoadFault, StartError, SubmitError, Verify, WaitTimeout,
 };
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{cast, ids};
+use crate::convert::{Numbers, cast, ids};
 use crate::errors::{About, raise};
 
 /// (job, whether it is a store, bytes, seconds)
@@ -24,6 +25,8 @@ pub(crate) type Finished = (u64, bool, u64, f64);
 pub(crate) struct HostWorker {
     engine: HostEngine,
     wait_timeout: Duration,
+    /// Not there during a submit.
+    numbers: Mutex<Numbers>,
 }
 
 #[pymethods]
@@ -78,6 +81,7 @@ impl HostWorker {
         Ok(Self {
             engine: engine.map_err(|error| start_error(py, &error))?,
             wait_timeout,
+            numbers: Mutex::default(),
         })
     }
 
@@ -185,19 +189,29 @@ impl HostWorker {
         block_indices: &[u64],
         slots: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let block_ids = ids(py, job, "block_ids", block_ids, |id| id)?;
-        let slots = ids(py, job, "slots", slots, Slot::new)?;
+        // Taken out, because errors are Python objects, and making one may run other code.
+        let mut numbers = std::mem::take(&mut *self.numbers.lock());
+        ids(
+            py,
+            job,
+            "block_ids",
+            block_ids,
+            |id| id,
+            &mut numbers.block_ids,
+        )?;
+        ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
         let geometry = Geometry {
-            block_ids: &block_ids,
+            block_ids: &numbers.block_ids,
             group_sizes,
             block_indices,
-            slots: &slots,
+            slots: &numbers.slots,
         };
-        match kind {
+        let submitted = match kind {
             JobKind::Store => self.engine.submit_store(job, geometry),
             JobKind::Load => self.engine.submit_load(job, geometry),
-        }
-        .map_err(|error| submit_error(py, &error))
+        };
+        *self.numbers.lock() = numbers;
+        submitted.map_err(|error| submit_error(py, &error))
     }
 }
 

@@ -27,8 +27,9 @@ use crate::host::KeepAlive;
 
 /// Bytes of a piece on the direct path.
 const DIRECT_PIECE: u64 = 8 << 20;
-/// Bytes of a job's first piece. Each of the next ones is twice as long, up to a chunk: so the copy
-/// engine starts soon, while the rest is still being prepared.
+/// Bytes of a job's first piece. Each of the next ones is twice as long, up to a chunk, and towards the
+/// end each is half of what is left: so the copy engine starts soon, and little is left to do on either
+/// side of its work.
 const FIRST_PIECE: u64 = 1 << 20;
 /// Jobs held at once.
 const DEPTH: usize = 64;
@@ -164,7 +165,9 @@ impl CudaBackend {
             Some(Path::Direct) => DIRECT_PIECE,
             _ => self.mover.chunk().unwrap_or(DIRECT_PIECE),
         };
-        let chunk = longest.min(FIRST_PIECE << job.pieces.min(16));
+        let chunk = longest
+            .min(FIRST_PIECE << job.pieces.min(16))
+            .min((job.left / 2).max(FIRST_PIECE));
         if let Err(offset) = self.fill(job, chunk) {
             let reason = "its host memory could not be had".to_owned();
             return Step::Hopeless(job.failed(self.slot(offset), reason));
