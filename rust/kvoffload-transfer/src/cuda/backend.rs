@@ -13,7 +13,7 @@ use std::time::Duration;
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::pool::Slot;
 
-use super::calibrate::Chooser;
+use super::calibrate::{Chooser, CopyPath};
 use super::driver::DriverError;
 use super::job::Job;
 use super::mover::{Mover, Path, injected};
@@ -108,8 +108,9 @@ impl CudaBackend {
             let Some(mut job) = self.jobs.pop_front() else {
                 break;
             };
-            let paced = self.mover.has_room() || job.rushed;
-            let listed = job.path == Some(Path::Direct) || self.mover.can_stage();
+            let path = self.path_now(&job);
+            let paced = self.mover.has_room(path) || job.rushed;
+            let listed = path == Path::Direct || self.mover.can_stage();
             if job.is_enqueued() || !paced || !listed {
                 passed += 1;
                 self.jobs.push_back(job);
@@ -130,9 +131,9 @@ impl CudaBackend {
                     resume_unwind(panic);
                 }
             }
-            if let (true, Some(last)) = (job.is_enqueued(), &job.last) {
-                let last = Arc::clone(last);
-                self.common.after.lock().insert(job.work.job, last);
+            if job.is_enqueued() && job.pieces > 0 {
+                let ends = job.last.clone();
+                self.common.after.lock().insert(job.work.job, ends);
                 progress.enqueued.push(job.work.job);
             }
             self.jobs.push_back(job);
@@ -161,9 +162,9 @@ impl CudaBackend {
 
     /// Puts the job's next piece into the queues.
     fn step(&mut self, job: &mut Job) -> Step {
-        let longest = match job.path {
-            Some(Path::Direct) => DIRECT_PIECE,
-            _ => self.mover.chunk().unwrap_or(DIRECT_PIECE),
+        let longest = match self.path_now(job) {
+            Path::Direct => DIRECT_PIECE,
+            Path::Staged => self.mover.chunk().unwrap_or(DIRECT_PIECE),
         };
         let chunk = longest
             .min(FIRST_PIECE << job.pieces.min(16))
@@ -178,14 +179,16 @@ impl CudaBackend {
         }
         let bytes = self.piece.bytes();
         let ranges = self.piece.ranges.len() as u64;
-        let path = match job.path {
-            Some(path) => path,
-            None => self.choose(ranges, bytes, job.left),
-        };
-        job.path = Some(path);
-        // Only the first piece has to wait: the others come after it on the same stream.
-        let after = match job.last {
-            None => job.after.as_deref(),
+        if job.path.is_none() {
+            job.path = Some(self.choose(ranges, bytes, job.left));
+        }
+        let path = self.path_now(job);
+        if Some(path) != job.path {
+            Counters::add(&self.common.counters.switched_pieces);
+        }
+        // Only a path's first piece has to wait: the others come after it on the same stream.
+        let after = match job.last[path as usize] {
+            None => job.after.as_ref(),
             Some(_) => None,
         };
         let (timed, pageable) = (job.start.is_none(), self.pinned.is_pageable());
@@ -205,7 +208,7 @@ impl CudaBackend {
                 job.left -= bytes;
                 job.pieces += 1;
                 job.start = job.start.take().or(sent.start);
-                job.last = Some(sent.done);
+                job.last[path as usize] = Some(sent.done);
                 Step::Sent
             }
             Err(error) => {
@@ -229,6 +232,19 @@ impl CudaBackend {
             Path::Staged => &counters.staged_jobs,
         });
         path
+    }
+
+    /// The way of a job's next piece. Where staged pieces starve, the next ones do not join them.
+    fn path_now(&self, job: &Job) -> Path {
+        match (self.chooser.wanted, job.path) {
+            // A job that is tried again keeps to one path.
+            (_, Some(path)) if job.retried.is_some() => path,
+            _ if self.mover.chunk().is_none() => Path::Direct,
+            (_, Some(Path::Direct)) => Path::Direct,
+            (CopyPath::Only(path), _) => path,
+            (CopyPath::Auto, _) if self.mover.starves() => Path::Direct,
+            (CopyPath::Auto, _) => Path::Staged,
+        }
     }
 
     fn has(&self, path: Path) -> bool {

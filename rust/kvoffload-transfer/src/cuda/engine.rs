@@ -285,7 +285,8 @@ impl CudaEngine {
         let all_wait = {
             let device = &self.common.device;
             let after = self.common.after.lock();
-            let waited_for = jobs.iter().filter_map(|job| after.get(job));
+            let ends = jobs.iter().filter_map(|job| after.get(job));
+            let waited_for = ends.flat_map(|ends| ends.iter().flatten());
             // A job that is not there is over.
             waited_for
                 .filter(|_| !self.skip_stream_wait)
@@ -327,7 +328,7 @@ impl CudaEngine {
 
     /// Counters that only this backend has.
     #[must_use]
-    pub fn device_stats(&self) -> [(&'static str, u64); 12] {
+    pub fn device_stats(&self) -> [(&'static str, u64); 13] {
         let counters = &self.common.counters;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         [
@@ -335,6 +336,7 @@ impl CudaEngine {
             ("staged_jobs", read(&counters.staged_jobs)),
             ("retries", read(&counters.retries)),
             ("pieces", read(&counters.pieces)),
+            ("switched_pieces", read(&counters.switched_pieces)),
             ("registration_waits", read(&counters.registration_waits)),
             ("registered_bytes", read(&self.ready_bytes)),
             ("region_bytes", self.region_bytes),

@@ -11,6 +11,9 @@ use super::objects::Event;
 use crate::backend::{Ended, Work};
 use crate::error::CopyError;
 
+/// Events that come after all of a job, by path.
+pub(super) type Ends = [Option<Arc<Event>>; 2];
+
 pub(super) struct Job {
     pub(super) work: Work,
     /// What must have happened on the device before its blocks are touched.
@@ -24,8 +27,8 @@ pub(super) struct Job {
     /// Pieces that are in the queues.
     pub(super) pieces: u32,
     pub(super) start: Option<Event>,
-    /// After the newest piece of this attempt.
-    pub(super) last: Option<Arc<Event>>,
+    /// After its newest piece on each path.
+    pub(super) last: Ends,
     pub(super) rushed: bool,
     /// The first attempt's error.
     pub(super) retried: Option<String>,
@@ -46,7 +49,7 @@ impl Job {
             left: work.bytes,
             pieces: 0,
             start: None,
-            last: None,
+            last: Ends::default(),
             rushed: false,
             retried: None,
             fail: false,
@@ -59,23 +62,33 @@ impl Job {
         self.work.restart();
         self.path = Some(path);
         (self.left, self.pieces) = (self.work.bytes, 0);
-        (self.held, self.start, self.last) = (None, None, None);
+        (self.held, self.start, self.last) = (None, None, Ends::default());
     }
 
     /// Whether its last copy is done.
     pub(super) fn is_done(&self) -> Result<bool, DriverError> {
-        match &self.last {
-            Some(last) if self.is_enqueued() => last.is_done(),
-            _ => Ok(self.is_enqueued()),
+        if !self.is_enqueued() {
+            return Ok(false);
         }
+        for last in self.last.iter().flatten() {
+            if !last.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Seconds between its first copy and its last, which is done.
     pub(super) fn seconds(&self) -> Result<f64, DriverError> {
-        match (&self.start, &self.last) {
-            (Some(start), Some(last)) => start.seconds_until(last),
-            _ => Ok(0.0),
-        }
+        let Some(start) = &self.start else {
+            return Ok(0.0);
+        };
+        let lasts = self.last.iter().flatten();
+        lasts
+            .map(|last| start.seconds_until(last))
+            .try_fold(0.0, |most, seconds| {
+                seconds.map(|seconds| f64::max(most, seconds))
+            })
     }
 
     /// Its error, with a slot to name.

@@ -10,12 +10,17 @@
 //! | --- | --- | --- |
 //! | store, staged | `kernel`: wait for compute, pack | `copy`: wait for that, copy out |
 //! | load, staged | `copy`: copy in | `kernel`: wait for that and for compute, unpack |
-//! | direct | `copy`: wait for compute, copy | |
+//! | direct | `direct`: wait for compute, copy | |
 //!
 //! A load waits for compute as well: a step that still runs may read the block that it writes.
+//!
+//! The kernel needs a warp's room on the device's multiprocessors. Some kernels of an engine leave none
+//! for tens of milliseconds (attention over long prompts): then staged pieces *starve*, and others
+//! should go the direct way, which needs no multiprocessor.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use kvoffload_core::jobs::JobKind;
@@ -31,6 +36,8 @@ const MOST_PIECES: usize = 16;
 /// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
 /// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
 const PACE_BYTES: u64 = 32 << 20;
+/// A staged piece that takes longer starves; it takes a third of a millisecond on a fast bus.
+const STARVES: Duration = Duration::from_millis(2);
 /// The most ranges in one call of the driver.
 const MOST_IN_CALL: usize = 4096;
 
@@ -95,6 +102,28 @@ struct InFlight {
     bytes: u64,
     /// Where it is staged; `None` for a direct piece.
     place: Option<Place>,
+    /// What it waits for before it touches the device's blocks, and since when it does not any more.
+    after: Option<Arc<Event>>,
+    free: Option<Instant>,
+}
+
+/// Pieces that have been put into the queues of one path; they end in this order.
+#[derive(Default)]
+struct Queue(VecDeque<InFlight>);
+
+impl Queue {
+    fn has_room(&self) -> bool {
+        let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
+        self.0.len() < MOST_PIECES && bytes < PACE_BYTES
+    }
+
+    /// Takes out the oldest piece if it is done.
+    fn pop_done(&mut self) -> Result<Option<InFlight>, DriverError> {
+        match self.0.front() {
+            Some(piece) if piece.done.is_done()? => Ok(self.0.pop_front()),
+            _ => Ok(None),
+        }
+    }
 }
 
 /// One direction's streams and queues. All methods need the context to be current.
@@ -103,8 +132,10 @@ pub(super) struct Mover {
     device: Arc<Device>,
     copy: Stream,
     kernel: Stream,
+    direct: Stream,
     staging: Option<Staging>,
-    in_flight: VecDeque<InFlight>,
+    /// By path.
+    queues: [Queue; 2],
     /// Working memory of batch calls.
     targets: Vec<u64>,
     sources: Vec<u64>,
@@ -127,8 +158,9 @@ impl Mover {
             copy: device.stream(false)?,
             // The kernel is short, and the copy engine waits for it: it goes before the engine's own.
             kernel: device.stream(true)?,
+            direct: device.stream(false)?,
             staging,
-            in_flight: VecDeque::new(),
+            queues: Default::default(),
             targets: Vec::with_capacity(MOST_IN_CALL),
             sources: Vec::with_capacity(MOST_IN_CALL),
             sizes: Vec::with_capacity(MOST_IN_CALL),
@@ -142,10 +174,16 @@ impl Mover {
         self.staging.as_ref().map(Staging::chunk)
     }
 
-    /// Whether another piece keeps to the pace: what is in the queues cannot be overtaken.
-    pub(super) fn has_room(&self) -> bool {
-        let bytes: u64 = self.in_flight.iter().map(|piece| piece.bytes).sum();
-        self.in_flight.len() < MOST_PIECES && bytes < PACE_BYTES
+    /// Whether another piece keeps to the pace: what is in a queue cannot be overtaken.
+    pub(super) fn has_room(&self, path: Path) -> bool {
+        self.queues[path as usize].has_room()
+    }
+
+    /// Whether staged pieces wait for a kernel of somebody else to end.
+    pub(super) fn starves(&self) -> bool {
+        let oldest = self.queues[Path::Staged as usize].0.front();
+        let free = oldest.and_then(|piece| piece.free);
+        free.is_some_and(|free| free.elapsed() > STARVES)
     }
 
     /// Whether another piece can be staged at all: its fragments need a place in the list.
@@ -154,36 +192,48 @@ impl Mover {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.in_flight.is_empty()
+        self.queues.iter().all(|queue| queue.0.is_empty())
     }
 
     /// Notes which pieces are done.
     pub(super) fn reap(&mut self) -> Result<(), DriverError> {
-        while let Some(piece) = self.in_flight.front() {
-            if !piece.done.is_done()? {
-                break;
+        for queue in &mut self.queues {
+            while let Some(piece) = queue.pop_done()? {
+                if let (Some(place), Some(staging)) = (&piece.place, &mut self.staging) {
+                    staging.release(place);
+                }
             }
-            if let (Some(place), Some(staging)) = (&piece.place, &mut self.staging) {
-                staging.release(place);
+        }
+        let oldest = self.queues[Path::Staged as usize].0.front_mut();
+        if let Some(piece) = oldest.filter(|piece| piece.free.is_none()) {
+            // Waiting for the engine's compute is no starving.
+            let waits = match &piece.after {
+                Some(after) => !after.is_done()?,
+                None => false,
+            };
+            if !waits {
+                (piece.free, piece.after) = (Some(Instant::now()), None);
             }
-            self.in_flight.pop_front();
         }
         Ok(())
     }
 
     /// Blocks until nothing is in the queues: for failures and the end only.
     pub(super) fn drain(&mut self) -> Result<(), DriverError> {
-        let copied = self.copy.synchronize();
-        self.kernel.synchronize().and(copied)?;
+        let streams = [&self.copy, &self.kernel, &self.direct];
+        let drained = streams.map(Stream::synchronize);
+        drained.into_iter().collect::<Result<(), _>>()?;
         self.reap()?;
-        if let (true, Some(staging)) = (self.in_flight.is_empty(), &mut self.staging) {
+        if let (true, Some(staging)) = (self.is_idle(), &mut self.staging) {
             // A piece that failed half-way left fragments in the list.
             staging.release_all();
         }
         Ok(())
     }
 
-    /// Puts a piece into the queues. `after` has to come before the device's blocks are touched; `timed` asks for an event at the start.
+    /// Puts a piece into a path's queues. `after` has to come before the device's blocks are touched
+    /// (once for each path: its later pieces come after the first); `timed` asks for an event at the
+    /// start.
     ///
     /// # Safety
     /// Until the piece is done, its ranges may be read and written, and nothing else that does so
@@ -193,7 +243,7 @@ impl Mover {
         &mut self,
         path: Path,
         piece: &Piece,
-        after: Option<&Event>,
+        after: Option<&Arc<Event>>,
         timed: bool,
         pageable: bool,
     ) -> Result<Sent, DriverError> {
@@ -211,35 +261,51 @@ impl Mover {
     unsafe fn send_direct(
         &mut self,
         piece: &Piece,
-        after: Option<&Event>,
+        after: Option<&Arc<Event>>,
         timed: bool,
         pageable: bool,
     ) -> Result<Sent, DriverError> {
         if let Some(event) = after {
-            self.copy.wait(event)?;
+            self.direct.wait(event)?;
         }
-        let start = timed.then(|| self.copy.record(&self.device)).transpose()?;
+        let start = timed
+            .then(|| self.direct.record(&self.device))
+            .transpose()?;
         for ranges in piece.ranges.chunks(MOST_IN_CALL) {
             self.begin_batch();
             for range in ranges {
                 self.add(range.device, range.host, range.bytes);
             }
             // SAFETY: passed on to the caller.
-            unsafe { self.run_batch(pageable) }?;
+            unsafe { self.run_batch(Path::Direct, pageable) }?;
         }
-        let done = Arc::new(self.copy.record(&self.device)?);
-        self.in_flight.push_back(InFlight {
-            done: Arc::clone(&done),
-            bytes: piece.bytes(),
-            place: None,
-        });
+        let done = Arc::new(self.direct.record(&self.device)?);
+        self.note(Path::Direct, &done, piece, after, None);
         Ok(Sent { start, done })
+    }
+
+    /// Notes a piece that is in the queues.
+    fn note(
+        &mut self,
+        path: Path,
+        done: &Arc<Event>,
+        piece: &Piece,
+        after: Option<&Arc<Event>>,
+        place: Option<Place>,
+    ) {
+        self.queues[path as usize].0.push_back(InFlight {
+            done: Arc::clone(done),
+            bytes: piece.bytes(),
+            place,
+            after: after.cloned(),
+            free: None,
+        });
     }
 
     unsafe fn send_staged(
         &mut self,
         piece: &Piece,
-        after: Option<&Event>,
+        after: Option<&Arc<Event>>,
         timed: bool,
         pageable: bool,
     ) -> Result<Sent, DriverError> {
@@ -261,7 +327,7 @@ impl Mover {
         } = place;
         let kernel = Arc::clone(staging.kernel());
         // Pieces end in order, so that waiting for the newest that had these bytes is enough.
-        let mut before = self.in_flight.iter().rev();
+        let mut before = self.queues[Path::Staged as usize].0.iter().rev();
         let before = before.find(|older| {
             older
                 .place
@@ -318,11 +384,7 @@ impl Mover {
             }
         };
         let done = Arc::new(done);
-        self.in_flight.push_back(InFlight {
-            done: Arc::clone(&done),
-            bytes: piece.bytes(),
-            place: Some(place),
-        });
+        self.note(Path::Staged, &done, piece, after, Some(place));
         Ok(Sent { start: begun, done })
     }
 
@@ -343,12 +405,12 @@ impl Mover {
             self.add(chunk + first.staging, first.host, bytes);
             if self.sizes.len() == MOST_IN_CALL {
                 // SAFETY: passed on to the caller.
-                unsafe { self.run_batch(pageable) }?;
+                unsafe { self.run_batch(Path::Staged, pageable) }?;
                 self.begin_batch();
             }
         }
         // SAFETY: passed on to the caller.
-        unsafe { self.run_batch(pageable) }
+        unsafe { self.run_batch(Path::Staged, pageable) }
     }
 
     fn begin_batch(&mut self) {
@@ -367,12 +429,16 @@ impl Mover {
         self.sizes.push(bytes as usize);
     }
 
-    /// Enqueues what was added, on the copy stream.
+    /// Enqueues what was added, on a path's stream for copies.
     ///
     /// # Safety
     /// As for [`Mover::send`].
-    unsafe fn run_batch(&mut self, pageable: bool) -> Result<(), DriverError> {
+    unsafe fn run_batch(&mut self, path: Path, pageable: bool) -> Result<(), DriverError> {
         let count = self.sizes.len();
+        let stream = match path {
+            Path::Direct => self.direct.raw(),
+            Path::Staged => self.copy.raw(),
+        };
         if count > 1 && self.device.has_batch() && !pageable {
             let location = sys::CUmemLocation {
                 type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
@@ -403,7 +469,7 @@ impl Mover {
                     &raw mut first,
                     1,
                     &raw mut failed,
-                    self.copy.raw(),
+                    stream,
                 ))
             };
         }
@@ -416,13 +482,13 @@ impl Mover {
                         std::ptr::with_exposed_provenance_mut(target as usize),
                         source,
                         bytes,
-                        self.copy.raw()
+                        stream
                     )),
                     JobKind::Load => call!(cuMemcpyHtoDAsync_v2(
                         target,
                         std::ptr::with_exposed_provenance(source as usize),
                         bytes,
-                        self.copy.raw()
+                        stream
                     )),
                 }
             }?;

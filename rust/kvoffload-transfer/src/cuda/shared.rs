@@ -8,8 +8,8 @@ use kvoffload_core::layout::KvLayout;
 use parking_lot::Mutex;
 
 use super::driver::{Device, DriverError};
+use super::job::Ends;
 use super::mover::Path;
-use super::objects::Event;
 use crate::notices::Notices;
 
 /// What both directions and the callers share.
@@ -18,8 +18,8 @@ pub(super) struct Common {
     pub(super) layout: Arc<KvLayout>,
     /// Address of each tensor's first block.
     pub(super) tensors: Vec<u64>,
-    /// After the last copy of each job that is in the queues as a whole.
-    pub(super) after: Mutex<HashMap<u64, Arc<Event>>>,
+    /// After the last copies of each job that is in the queues as a whole.
+    pub(super) after: Mutex<HashMap<u64, Ends>>,
     pub(super) counters: Counters,
     pub(super) notices: Arc<Notices>,
 }
@@ -31,6 +31,8 @@ pub(super) struct Counters {
     pub(super) staged_jobs: AtomicU64,
     pub(super) retries: AtomicU64,
     pub(super) pieces: AtomicU64,
+    /// Pieces of staged jobs that went the direct way, because others starved.
+    pub(super) switched_pieces: AtomicU64,
     /// Times that a piece waited for memory to be registered.
     pub(super) registration_waits: AtomicU64,
 }
