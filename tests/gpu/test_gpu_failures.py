@@ -35,8 +35,9 @@ def test_a_piece_that_fails_half_way(piece: int) -> None:
         assert rig.core.stats()["retries"] == 2
 
 
-def test_a_path_that_keeps_failing_is_left_alone() -> None:
-    with Rig([[4096]], path="staged", faults={"fail_path": "staged"}) as rig:
+@pytest.mark.parametrize("broken", ["direct", "staged"])
+def test_a_path_that_keeps_failing_is_left_alone(broken: str) -> None:
+    with Rig([[4096]], path=broken, faults={"fail_path": broken}) as rig:
         for _ in range(30):
             rig.done(rig.store(range(8), range(8)))
         rig.check()

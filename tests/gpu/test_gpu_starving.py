@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
 
 import gpu_kit
 import pytest
@@ -16,13 +16,16 @@ extern "C" __global__ void hog(long long nanoseconds) {
     extern __shared__ char memory[];
     memory[threadIdx.x] = 1;
     long long begin, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < nanoseconds);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - begin < nanoseconds);
 }
 """
-BLOCKS = range(0, 2000, 2)
-TARGET = range(1, 2001, 2)
-SLOTS = range(1000)
+BLOCKS, SLOTS = 2048, 1024
+#: The first job of each direction finds nothing amiss, and waits for the kernel.
+FIRST = range(64)
+OTHERS = range(128, 960)
 
 
 class Hog:
@@ -52,30 +55,77 @@ class Hog:
         return bool(self.stream.done)
 
 
-def run_beside(hog: Hog, path: str) -> tuple[bool, dict[str, int]]:
-    """A store and a load beside a kernel of 400 ms: whether they ended before it, and counters."""
-    with Rig([[65536] * 2], blocks=2001, slots=1000, path=path, model=False, faults=None) as rig:
-        for tensor in rig.tensors:
-            tensor.random_()
-        gpu_kit.synchronize()
-        rig.done(rig.store(BLOCKS, SLOTS))
-        hog.run(0.4)
-        rig.done(rig.store(BLOCKS, SLOTS))
-        rig.done(rig.load(SLOTS, TARGET))
-        early = not hog.is_done
-        stats: dict[str, Any] = rig.core.stats()
-        hog.stream.synchronize()
-        assert rig.same(BLOCKS, TARGET)
-        return early, stats
+def upper(blocks: range) -> range:
+    """Blocks of the upper half."""
+    return range(blocks.start + 1024, blocks.stop + 1024)
+
+
+def beside(hog: Hog, rig: Rig) -> bool:
+    """Stores and loads beside a kernel of 600 ms; whether all but the first ended before it."""
+    rig.done(rig.store(range(1000), range(1000)))
+    rig.check()
+    hog.run(0.6)
+    first = [rig.store(FIRST, upper_slots(FIRST)), rig.load(range(128), upper(range(128)))]
+    time.sleep(0.02)  # by now they are seen to starve
+    others = [
+        rig.store(OTHERS, OTHERS),
+        rig.load(OTHERS, upper(OTHERS)),
+    ]
+    rig.done(*others)
+    early = not hog.is_done
+    hog.stream.synchronize()
+    rig.done(*first)
+    rig.check()
+    return early
+
+
+def upper_slots(chunks: range) -> range:
+    """Slots that nothing else uses here."""
+    return range(chunks.start + 960, chunks.stop + 960)
+
+
+def make(path: str) -> Rig:
+    """Fragments of 8 KiB: the staged path is much the faster one."""
+    return Rig([[8192] * 16], blocks=BLOCKS, slots=SLOTS, path=path)
 
 
 def test_copies_do_not_wait_for_a_kernel_that_leaves_no_room() -> None:
-    early, stats = run_beside(Hog(), "auto")
-    assert early
-    assert stats["switched_pieces"] > 0 or stats["staged_jobs"] == 0
+    with make("auto") as rig:
+        assert beside(Hog(), rig)
+        stats = rig.core.stats()
+        assert stats["staged_jobs"] >= 2 and stats["switched_pieces"] > 0
+        # Once kernels come through again, so do staged pieces.
+        rig.done(rig.store(range(960), range(960)))
+        time.sleep(0.05)
+        before = rig.core.stats()["switched_pieces"]
+        rig.done(rig.store(range(960), range(960)))
+        rig.check()
+        assert rig.core.stats()["switched_pieces"] == before
 
 
 def test_control_on_the_staged_path_alone() -> None:
-    early, stats = run_beside(Hog(), "staged")
-    assert not early
-    assert stats["switched_pieces"] == 0
+    with make("staged") as rig:
+        assert not beside(Hog(), rig)
+        assert rig.core.stats()["switched_pieces"] == 0
+
+
+def test_a_stream_waits_for_both_ways_of_a_job() -> None:
+    """One job whose first pieces starve and whose others do not; a stream that waits for it."""
+    hog = Hog()
+    with make("auto") as rig:
+        rig.done(rig.store(range(960), range(960)))
+        hog.run(0.2)
+        job = rig.load(range(960), upper(range(960)))
+        rig.core.wait([job], gpu_kit.current_stream())
+        rig.done(job)
+        rig.check()
+
+
+def test_a_small_ring(path: str) -> None:
+    """Pieces of the direct way are longer than what a small ring stages."""
+    hog = Hog()
+    with Rig([[8192] * 4], blocks=BLOCKS, slots=SLOTS, path=path, staging_bytes=2 << 20) as rig:
+        hog.run(0.1)
+        rig.done(rig.store(range(1000), range(1000)))
+        rig.done(rig.load(range(1000), range(1024, 2024)))
+        rig.check()

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
+use kvoffload_core::plan::CopyRun;
 use kvoffload_core::pool::Slot;
 
 use super::calibrate::{Chooser, CopyPath};
@@ -110,7 +111,9 @@ impl CudaBackend {
             };
             let path = self.path_now(&job);
             let paced = self.mover.has_room(path) || job.rushed;
-            let listed = path == Path::Direct || self.mover.can_stage();
+            // As long as its path is not chosen, it may be either.
+            let direct = path == Path::Direct && job.path.is_some();
+            let listed = direct || self.mover.can_stage();
             if job.is_enqueued() || !paced || !listed {
                 passed += 1;
                 self.jobs.push_back(job);
@@ -162,9 +165,11 @@ impl CudaBackend {
 
     /// Puts the job's next piece into the queues.
     fn step(&mut self, job: &mut Job) -> Step {
-        let longest = match self.path_now(job) {
-            Path::Direct => DIRECT_PIECE,
-            Path::Staged => self.mover.chunk().unwrap_or(DIRECT_PIECE),
+        let staged = self.mover.chunk().unwrap_or(DIRECT_PIECE);
+        let longest = match (job.path, self.path_now(job)) {
+            (Some(Path::Direct), _) => DIRECT_PIECE,
+            (_, Path::Direct) => DIRECT_PIECE.min(staged),
+            (_, Path::Staged) => staged,
         };
         let chunk = longest
             .min(FIRST_PIECE << job.pieces.min(16))
@@ -191,7 +196,10 @@ impl CudaBackend {
             None => job.after.as_ref(),
             Some(_) => None,
         };
-        let (timed, pageable) = (job.start.is_none(), self.pinned.is_pageable());
+        let (timed, pageable) = (
+            job.start[path as usize].is_none(),
+            self.pinned.is_pageable(),
+        );
         let sent = if job.fail {
             Err(injected("this job"))
         } else {
@@ -207,13 +215,16 @@ impl CudaBackend {
                 self.failures[path as usize] = 0;
                 job.left -= bytes;
                 job.pieces += 1;
-                job.start = job.start.take().or(sent.start);
+                if timed {
+                    job.start[path as usize] = sent.start.map(Arc::new);
+                }
                 job.last[path as usize] = Some(sent.done);
                 Step::Sent
             }
             Err(error) => {
                 self.common.note(&error);
                 self.failures[path as usize] += 1;
+                job.path = Some(path); // Which may have been switched to: not to be tried again.
                 let slot = self.slot(self.first_offset);
                 Step::Failed(job.failed(slot, format!("{error}, on the {} path", path.name())))
             }
@@ -236,14 +247,15 @@ impl CudaBackend {
 
     /// The way of a job's next piece. Where staged pieces starve, the next ones do not join them.
     fn path_now(&self, job: &Job) -> Path {
-        match (self.chooser.wanted, job.path) {
-            // A job that is tried again keeps to one path.
-            (_, Some(path)) if job.retried.is_some() => path,
+        let broken = self.failures[Path::Direct as usize] >= TOO_OFTEN;
+        match (job.path, self.chooser.wanted) {
             _ if self.mover.chunk().is_none() => Path::Direct,
-            (_, Some(Path::Direct)) => Path::Direct,
-            (CopyPath::Only(path), _) => path,
-            (CopyPath::Auto, _) if self.mover.starves() => Path::Direct,
-            (CopyPath::Auto, _) => Path::Staged,
+            // A job that is tried again keeps to one path.
+            (Some(path), _) if job.retried.is_some() => path,
+            (Some(Path::Direct), _) => Path::Direct,
+            (path, CopyPath::Only(wanted)) => path.unwrap_or(wanted),
+            (_, CopyPath::Auto) if self.mover.starves() && !broken => Path::Direct,
+            (_, CopyPath::Auto) => Path::Staged,
         }
     }
 
@@ -269,16 +281,27 @@ impl CudaBackend {
                 return Ok(());
             };
             let at = run.region_offset;
+            let mut run = run;
             if run.bytes > room {
-                job.held = Some(run);
-                return Ok(());
+                if !self.piece.is_empty() {
+                    job.held = Some(run);
+                    return Ok(());
+                }
+                // It was asked for when pieces were longer.
+                job.held = Some(CopyRun {
+                    device_offset: run.device_offset + room,
+                    region_offset: at + room,
+                    bytes: run.bytes - room,
+                    ..run
+                });
+                run.bytes = room;
             }
             // Slots are long: the next range mostly lies in the same piece.
             if at / piece_bytes != ready {
                 match self.pinned.ready(at) {
                     Ready::Yes => ready = at / piece_bytes,
                     Ready::Later => {
-                        job.held = Some(run);
+                        job.hold(run);
                         return Ok(());
                     }
                     Ready::Never => return Err(at),

@@ -11,7 +11,7 @@ use super::objects::Event;
 use crate::backend::{Ended, Work};
 use crate::error::CopyError;
 
-/// Events that come after all of a job, by path.
+/// Events before or after all of a job, by path.
 pub(super) type Ends = [Option<Arc<Event>>; 2];
 
 pub(super) struct Job {
@@ -26,7 +26,8 @@ pub(super) struct Job {
     pub(super) left: u64,
     /// Pieces that are in the queues.
     pub(super) pieces: u32,
-    pub(super) start: Option<Event>,
+    /// Before its first piece on each path.
+    pub(super) start: Ends,
     /// After its newest piece on each path.
     pub(super) last: Ends,
     pub(super) rushed: bool,
@@ -48,7 +49,7 @@ impl Job {
             held: None,
             left: work.bytes,
             pieces: 0,
-            start: None,
+            start: Ends::default(),
             last: Ends::default(),
             rushed: false,
             retried: None,
@@ -57,12 +58,21 @@ impl Job {
         }
     }
 
+    /// Puts a range back that came before what is held.
+    pub(super) fn hold(&mut self, run: CopyRun) {
+        let rest = self.held.take().map_or(0, |rest| rest.bytes);
+        self.held = Some(CopyRun {
+            bytes: run.bytes + rest,
+            ..run
+        });
+    }
+
     /// Goes back to the first piece, on this path.
     pub(super) fn restart(&mut self, path: Path) {
         self.work.restart();
         self.path = Some(path);
         (self.left, self.pieces) = (self.work.bytes, 0);
-        (self.held, self.start, self.last) = (None, None, Ends::default());
+        (self.held, self.start, self.last) = (None, Ends::default(), Ends::default());
     }
 
     /// Whether its last copy is done.
@@ -80,15 +90,13 @@ impl Job {
 
     /// Seconds between its first copy and its last, which is done.
     pub(super) fn seconds(&self) -> Result<f64, DriverError> {
-        let Some(start) = &self.start else {
-            return Ok(0.0);
-        };
-        let lasts = self.last.iter().flatten();
-        lasts
-            .map(|last| start.seconds_until(last))
-            .try_fold(0.0, |most, seconds| {
-                seconds.map(|seconds| f64::max(most, seconds))
-            })
+        let mut most = 0.0;
+        for start in self.start.iter().flatten() {
+            for last in self.last.iter().flatten() {
+                most = f64::max(most, start.seconds_until(last)?);
+            }
+        }
+        Ok(most)
     }
 
     /// Its error, with a slot to name.

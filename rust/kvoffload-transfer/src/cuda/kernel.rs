@@ -107,8 +107,21 @@ impl Kernel {
         let all = count * parts;
         let share = all.div_ceil(self.blocks);
         let blocks = all.div_ceil(share);
-        let (mut list, mut count, mut parts, mut share) = (list, count, parts, share);
-        let (mut staging, mut store) = (staging, u32::from(way == Way::Pack));
+        // SAFETY: passed on to the caller.
+        unsafe { self.enqueue(stream, blocks, way, [list, staging], [count, parts, share]) }
+    }
+
+    /// # Safety
+    /// As for [`Kernel::launch`].
+    unsafe fn enqueue(
+        &self,
+        stream: &Stream,
+        blocks: u32,
+        way: Way,
+        [mut list, mut staging]: [u64; 2],
+        [mut count, mut parts, mut share]: [u32; 3],
+    ) -> Result<(), DriverError> {
+        let mut store = u32::from(way == Way::Pack);
         let mut arguments: [*mut c_void; 6] = [
             (&raw mut list).cast(),
             (&raw mut count).cast(),
@@ -134,6 +147,14 @@ impl Kernel {
                 ptr::null_mut(),
             ))
         }
+    }
+}
+
+impl Kernel {
+    /// Enqueues the kernel with nothing to do.
+    pub(super) fn launch_empty(&self, stream: &Stream) -> Result<(), DriverError> {
+        // SAFETY: without fragments the kernel reads and writes nothing.
+        unsafe { self.enqueue(stream, 1, Way::Pack, [0, 0], [0, 1, 1]) }
     }
 }
 

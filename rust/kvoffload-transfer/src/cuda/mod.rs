@@ -18,6 +18,7 @@ mod numa;
 mod objects;
 mod piece;
 mod pinned;
+mod queue;
 mod shared;
 mod staging;
 

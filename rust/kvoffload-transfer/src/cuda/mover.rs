@@ -16,11 +16,10 @@
 //!
 //! The kernel needs a warp's room on the device's multiprocessors. Some kernels of an engine leave none
 //! for tens of milliseconds (attention over long prompts): then staged pieces *starve*, and others
-//! should go the direct way, which needs no multiprocessor.
+//! should go the direct way, which needs no multiprocessor. From then on an empty kernel is sent ahead
+//! now and then, and when one comes through in time, so will pieces.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use kvoffload_core::jobs::JobKind;
@@ -29,15 +28,9 @@ use super::driver::{Device, DriverError, call};
 use super::kernel::Way;
 use super::objects::{Event, Stream};
 use super::piece::Piece;
+use super::queue::{InFlight, Is, Passage, Queue};
 use super::staging::{Place, Staging};
 
-/// The most pieces that keep to the pace.
-const MOST_PIECES: usize = 16;
-/// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
-/// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
-const PACE_BYTES: u64 = 32 << 20;
-/// A staged piece that takes longer starves; it takes a third of a millisecond on a fast bus.
-const STARVES: Duration = Duration::from_millis(2);
 /// The most ranges in one call of the driver.
 const MOST_IN_CALL: usize = 4096;
 
@@ -97,35 +90,6 @@ pub(super) fn injected(what: &str) -> DriverError {
     }
 }
 
-struct InFlight {
-    done: Arc<Event>,
-    bytes: u64,
-    /// Where it is staged; `None` for a direct piece.
-    place: Option<Place>,
-    /// What it waits for before it touches the device's blocks, and since when it does not any more.
-    after: Option<Arc<Event>>,
-    free: Option<Instant>,
-}
-
-/// Pieces that have been put into the queues of one path; they end in this order.
-#[derive(Default)]
-struct Queue(VecDeque<InFlight>);
-
-impl Queue {
-    fn has_room(&self) -> bool {
-        let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
-        self.0.len() < MOST_PIECES && bytes < PACE_BYTES
-    }
-
-    /// Takes out the oldest piece if it is done.
-    fn pop_done(&mut self) -> Result<Option<InFlight>, DriverError> {
-        match self.0.front() {
-            Some(piece) if piece.done.is_done()? => Ok(self.0.pop_front()),
-            _ => Ok(None),
-        }
-    }
-}
-
 /// One direction's streams and queues. All methods need the context to be current.
 pub(super) struct Mover {
     kind: JobKind,
@@ -136,6 +100,10 @@ pub(super) struct Mover {
     staging: Option<Staging>,
     /// By path.
     queues: [Queue; 2],
+    /// Staged pieces starve, or have starved and no kernel has come through in time since.
+    starving: bool,
+    /// An empty kernel that finds out.
+    probe: Option<Passage>,
     /// Working memory of batch calls.
     targets: Vec<u64>,
     sources: Vec<u64>,
@@ -158,9 +126,12 @@ impl Mover {
             copy: device.stream(false)?,
             // The kernel is short, and the copy engine waits for it: it goes before the engine's own.
             kernel: device.stream(true)?,
-            direct: device.stream(false)?,
+            // Another priority than `copy`, so that the device does not queue the two together.
+            direct: device.stream(true)?,
             staging,
             queues: Default::default(),
+            starving: false,
+            probe: None,
             targets: Vec::with_capacity(MOST_IN_CALL),
             sources: Vec::with_capacity(MOST_IN_CALL),
             sizes: Vec::with_capacity(MOST_IN_CALL),
@@ -179,11 +150,40 @@ impl Mover {
         self.queues[path as usize].has_room()
     }
 
-    /// Whether staged pieces wait for a kernel of somebody else to end.
+    /// Whether staged pieces wait for a kernel of somebody else to end. Changes in [`Mover::reap`] only.
     pub(super) fn starves(&self) -> bool {
-        let oldest = self.queues[Path::Staged as usize].0.front();
-        let free = oldest.and_then(|piece| piece.free);
-        free.is_some_and(|free| free.elapsed() > STARVES)
+        self.starving
+    }
+
+    /// Finds out whether staged pieces starve.
+    fn watch(&mut self) -> Result<(), DriverError> {
+        let oldest = self.queues[Path::Staged as usize].oldest();
+        if let Some(passage) = oldest.and_then(|piece| piece.passage.as_mut())
+            && passage.state()? == Is::Starving
+        {
+            self.starving = true;
+            return Ok(());
+        }
+        if !self.starving {
+            return Ok(());
+        }
+        match self.probe.as_mut().map(Passage::state).transpose()? {
+            None => {}
+            Some(Is::Starving) => self.probe = None,
+            Some(Is::OnItsWay) => return Ok(()),
+            // It came through while nobody thought that it starved.
+            Some(Is::Over) => {
+                (self.starving, self.probe) = (false, None);
+                return Ok(());
+            }
+        }
+        let staged = &self.queues[Path::Staged as usize];
+        if let (true, Some(staging)) = (staged.is_empty(), &self.staging) {
+            staging.kernel().launch_empty(&self.kernel)?;
+            let over = Arc::new(self.kernel.record(&self.device)?);
+            self.probe = Some(Passage::new([None, None], over));
+        }
+        Ok(())
     }
 
     /// Whether another piece can be staged at all: its fragments need a place in the list.
@@ -192,7 +192,7 @@ impl Mover {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.queues.iter().all(|queue| queue.0.is_empty())
+        self.queues.iter().all(Queue::is_empty)
     }
 
     /// Notes which pieces are done.
@@ -204,18 +204,7 @@ impl Mover {
                 }
             }
         }
-        let oldest = self.queues[Path::Staged as usize].0.front_mut();
-        if let Some(piece) = oldest.filter(|piece| piece.free.is_none()) {
-            // Waiting for the engine's compute is no starving.
-            let waits = match &piece.after {
-                Some(after) => !after.is_done()?,
-                None => false,
-            };
-            if !waits {
-                (piece.free, piece.after) = (Some(Instant::now()), None);
-            }
-        }
-        Ok(())
+        self.watch()
     }
 
     /// Blocks until nothing is in the queues: for failures and the end only.
@@ -280,7 +269,7 @@ impl Mover {
             unsafe { self.run_batch(Path::Direct, pageable) }?;
         }
         let done = Arc::new(self.direct.record(&self.device)?);
-        self.note(Path::Direct, &done, piece, after, None);
+        self.note(Path::Direct, &done, piece, None, None);
         Ok(Sent { start, done })
     }
 
@@ -290,15 +279,14 @@ impl Mover {
         path: Path,
         done: &Arc<Event>,
         piece: &Piece,
-        after: Option<&Arc<Event>>,
         place: Option<Place>,
+        passage: Option<Passage>,
     ) {
-        self.queues[path as usize].0.push_back(InFlight {
+        self.queues[path as usize].push(InFlight {
             done: Arc::clone(done),
             bytes: piece.bytes(),
             place,
-            after: after.cloned(),
-            free: None,
+            passage,
         });
     }
 
@@ -326,15 +314,7 @@ impl Mover {
             ..
         } = place;
         let kernel = Arc::clone(staging.kernel());
-        // Pieces end in order, so that waiting for the newest that had these bytes is enough.
-        let mut before = self.queues[Path::Staged as usize].0.iter().rev();
-        let before = before.find(|older| {
-            older
-                .place
-                .as_ref()
-                .is_some_and(|older| place.reuses(older))
-        });
-        let last_use = before.map(|piece| Arc::clone(&piece.done));
+        let last_use = self.queues[Path::Staged as usize].last_use(&place);
         let (first_stream, way) = match self.kind {
             JobKind::Store => (&self.kernel, Way::Pack),
             JobKind::Load => (&self.copy, Way::Unpack),
@@ -350,6 +330,8 @@ impl Mover {
             .transpose()?;
         self.staged += 1;
         let fails = self.staged == self.mistakes.fail_piece;
+        // Before the kernel and after it, besides what the engine computes: see `Passage`.
+        let (moved, over);
         let done = match self.kind {
             JobKind::Store => {
                 // SAFETY: the list was written above and is not used again before this piece is done;
@@ -359,9 +341,11 @@ impl Mover {
                 if fails {
                     return Err(injected("after packing"));
                 }
+                let packed = self.kernel.record(&self.device)?;
                 if !self.mistakes.skip_staging_wait {
-                    self.copy.wait(&self.kernel.record(&self.device)?)?;
+                    self.copy.wait(&packed)?;
                 }
+                (moved, over) = (None, Some(Arc::new(packed)));
                 // SAFETY: passed on to the caller.
                 unsafe { self.copy_spans(piece, chunk, pageable) }?;
                 self.copy.record(&self.device)?
@@ -372,9 +356,11 @@ impl Mover {
                 if fails {
                     return Err(injected("before unpacking"));
                 }
+                let copied = self.copy.record(&self.device)?;
                 if !self.mistakes.skip_staging_wait {
-                    self.kernel.wait(&self.copy.record(&self.device)?)?;
+                    self.kernel.wait(&copied)?;
                 }
+                (moved, over) = (Some(Arc::new(copied)), None);
                 if let Some(event) = after {
                     self.kernel.wait(event)?;
                 }
@@ -384,7 +370,9 @@ impl Mover {
             }
         };
         let done = Arc::new(done);
-        self.note(Path::Staged, &done, piece, after, Some(place));
+        let over = over.unwrap_or_else(|| Arc::clone(&done));
+        let passage = Passage::new([after.cloned(), moved], over);
+        self.note(Path::Staged, &done, piece, Some(place), Some(passage));
         Ok(Sent { start: begun, done })
     }
 

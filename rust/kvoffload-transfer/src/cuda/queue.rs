@@ -1,0 +1,124 @@
+//! What is in the device's queues, and whether it gets through.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::driver::DriverError;
+use super::objects::Event;
+use super::staging::Place;
+
+/// The most pieces that keep to the pace.
+const MOST_PIECES: usize = 16;
+/// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
+/// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
+const PACE_BYTES: u64 = 32 << 20;
+/// A kernel that takes longer to come through starves; its work takes some 20 microseconds.
+const STARVES: Duration = Duration::from_millis(2);
+
+/// A piece in the queues.
+pub(super) struct InFlight {
+    pub(super) done: Arc<Event>,
+    pub(super) bytes: u64,
+    /// Where it is staged; `None` for a direct piece.
+    pub(super) place: Option<Place>,
+    /// The way of its kernel through the device; `None` for a direct piece.
+    pub(super) passage: Option<Passage>,
+}
+
+/// A kernel's way through the device: it should be over soon after it may begin.
+pub(super) struct Passage {
+    /// What comes before it.
+    waits: [Option<Arc<Event>>; 2],
+    /// After it.
+    over: Arc<Event>,
+    /// Since when it could run.
+    free: Option<Instant>,
+}
+
+impl Passage {
+    pub(super) fn new(waits: [Option<Arc<Event>>; 2], over: Arc<Event>) -> Self {
+        Self {
+            waits,
+            over,
+            free: None,
+        }
+    }
+
+    /// How long it has been free to run; `None` if it is over.
+    fn delay(&mut self) -> Result<Option<Duration>, DriverError> {
+        if self.over.is_done()? {
+            return Ok(None);
+        }
+        for wait in &mut self.waits {
+            if let Some(event) = wait {
+                if !event.is_done()? {
+                    return Ok(Some(Duration::ZERO));
+                }
+                *wait = None;
+            }
+        }
+        Ok(Some(self.free.get_or_insert_with(Instant::now).elapsed()))
+    }
+
+    /// Where it is.
+    pub(super) fn state(&mut self) -> Result<Is, DriverError> {
+        Ok(match self.delay()? {
+            None => Is::Over,
+            Some(delay) if delay > STARVES => Is::Starving,
+            Some(_) => Is::OnItsWay,
+        })
+    }
+}
+
+/// What can be said of a kernel's passage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Is {
+    OnItsWay,
+    Starving,
+    Over,
+}
+
+/// Pieces that have been put into the queues of one path; they end in this order.
+#[derive(Default)]
+pub(super) struct Queue(VecDeque<InFlight>);
+
+impl Queue {
+    pub(super) fn has_room(&self) -> bool {
+        let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
+        self.0.len() < MOST_PIECES && bytes < PACE_BYTES
+    }
+
+    /// Takes out the oldest piece if it is done.
+    pub(super) fn pop_done(&mut self) -> Result<Option<InFlight>, DriverError> {
+        match self.0.front() {
+            Some(piece) if piece.done.is_done()? => Ok(self.0.pop_front()),
+            _ => Ok(None),
+        }
+    }
+
+    pub(super) fn push(&mut self, piece: InFlight) {
+        self.0.push_back(piece);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn oldest(&mut self) -> Option<&mut InFlight> {
+        self.0.front_mut()
+    }
+
+    /// The end of the newest piece whose staging memory is used again by a new one. Pieces end in order,
+    /// so waiting for it is enough.
+    pub(super) fn last_use(&self, place: &Place) -> Option<Arc<Event>> {
+        let mut newest_first = self.0.iter().rev();
+        let reused = |older: &InFlight| {
+            let older = older.place.as_ref();
+            older.is_some_and(|older| place.reuses(older))
+        };
+        newest_first
+            .find(|older| reused(older))
+            .map(|older| Arc::clone(&older.done))
+    }
+}
