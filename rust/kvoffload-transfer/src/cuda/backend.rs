@@ -1,5 +1,9 @@
 //! One direction of the CUDA backend: whose piece goes into the queues next, and which job is over.
 //!
+//! A job is put into the queues when the compute it comes after is done, and not before: what stands in
+//! a stream holds up all behind it, and a step of the engine can take a second. Only a job that somebody
+//! waits for is put there at once, with a wait in front.
+//!
 //! Jobs take turns, piece by piece, and a new job is next: a short load waits for what is in the
 //! queues and one piece of every other load at most. A failed job is tried once more on the other
 //! path; a path that keeps failing is left alone.
@@ -41,6 +45,10 @@ const TOO_OFTEN: u32 = 8;
 /// How long to leave the device alone while copies run: a piece takes 150 us on a fast bus, and the
 /// queues hold several.
 const PACE: Duration = Duration::from_micros(25);
+/// How long to leave the device alone while jobs wait for compute only.
+const COMPUTING: Duration = Duration::from_micros(100);
+/// How many of them are asked for at a time.
+const ASKED: usize = 8;
 /// How long to wait for memory that is being registered: some milliseconds a piece.
 const REGISTERING: Duration = Duration::from_micros(500);
 /// An engine that works submits jobs at every step, some ten milliseconds apart.
@@ -104,11 +112,29 @@ impl CudaBackend {
     /// Reaps, feeds the queues, and hands over what is over. An error concerns all jobs.
     fn advance(&mut self, progress: &mut Progress) -> Result<Poll, DriverError> {
         self.mover.reap()?;
-        let (mut sent, mut passed) = (0, 0);
+        let (mut sent, mut passed, mut waiting) = (0, 0, 0);
         while passed < self.jobs.len() && sent < PIECES_A_POLL {
             let Some(mut job) = self.jobs.pop_front() else {
                 break;
             };
+            if let Some(after) = job.after.as_ref().filter(|_| !job.rushed) {
+                let computed = match waiting {
+                    ASKED.. => Ok(false),
+                    _ => after.is_done(),
+                };
+                match computed {
+                    Ok(true) => job.after = None,
+                    Ok(false) => {
+                        (waiting, passed) = (waiting + 1, passed + 1);
+                        self.jobs.push_back(job);
+                        continue;
+                    }
+                    Err(error) => {
+                        self.jobs.push_front(job);
+                        return Err(error);
+                    }
+                }
+            }
             let path = self.path_now(&job);
             let paced = self.mover.has_room(path) || job.rushed;
             // As long as its path is not chosen, it may be either.
@@ -146,6 +172,8 @@ impl CudaBackend {
             Poll::Again
         } else if !self.mover.is_idle() {
             Poll::After(PACE)
+        } else if waiting > 0 {
+            Poll::After(COMPUTING)
         } else if !self.jobs.is_empty() {
             Poll::After(REGISTERING)
         } else {

@@ -16,7 +16,7 @@ pub(super) type Ends = [Option<Arc<Event>>; 2];
 
 pub(super) struct Job {
     pub(super) work: Work,
-    /// What must have happened on the device before its blocks are touched.
+    /// What must have happened on the device before its blocks are touched; `None` once it has.
     pub(super) after: Option<Arc<Event>>,
     /// Chosen when its first piece is known.
     pub(super) path: Option<Path>,
