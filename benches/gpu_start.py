@@ -6,11 +6,14 @@ python benches/gpu_start.py [--gib 40] [--submits 5000] [--minutes 0] [--path au
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
 import random
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -118,8 +121,24 @@ def decode_gaps(until: Any) -> dict[str, float]:
     return {
         "iterations": len(gaps),
         "longest_ms": round(max(gaps) * 1e3, 3),
+        "over_10_ms": sum(gap > 0.01 for gap in gaps),
         "median_ms": round(statistics.median(gaps) * 1e3, 4),
     }
+
+
+def decode_beside_touching(gib: int) -> dict[str, float]:
+    """The loop beside a thread that touches new memory and never calls the driver.
+
+    What it shows belongs to the machine: new memory is not free on a virtual one.
+    """
+    size = gib << 30
+    memory = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    thread = threading.Thread(target=ctypes.memset, args=(address, 1, size))
+    thread.start()
+    gaps = decode_gaps(lambda: not thread.is_alive())
+    thread.join()
+    return gaps  # the mapping goes with its last user
 
 
 def measure_start(gib: int, path: str) -> dict[str, Any]:
@@ -160,6 +179,8 @@ def measure_start(gib: int, path: str) -> dict[str, Any]:
         "store_when_registered_ms": round(again * 1e3, 3),
         "decode_while_registering": beside,
         "decode_afterwards": after,
+        "decode_beside_touching_only": decode_beside_touching(min(gib, 16)),
+        "longest_register_call_ms": worker.core.stats()["longest_register_us"] / 1e3,
         "calibration": worker.core.calibration(),
     }
     worker.core.shutdown()
