@@ -71,10 +71,10 @@ def beside(hog: Hog, rig: Rig) -> bool:
         rig.store(OTHERS, OTHERS),
         rig.load(OTHERS, upper(OTHERS)),
     ]
-    rig.done(*others)
+    rig.core.wait(others, None)
     early = not hog.is_done
     hog.stream.synchronize()
-    rig.done(*first)
+    rig.done(*first, *others)
     rig.check()
     return early
 
@@ -109,16 +109,32 @@ def test_control_on_the_staged_path_alone() -> None:
         assert rig.core.stats()["switched_pieces"] == 0
 
 
-def test_a_stream_waits_for_both_ways_of_a_job() -> None:
-    """One job whose first pieces starve and whose others do not; a stream that waits for it."""
+def clones_see_the_load(**faults: object) -> bool:
+    """A load that goes both ways; whether what a stream reads after waiting for it is loaded."""
     hog = Hog()
-    with make("auto") as rig:
+    with Rig([[8192] * 16], blocks=BLOCKS, slots=SLOTS, path="auto", faults=faults or None) as rig:
         rig.done(rig.store(range(960), range(960)))
-        hog.run(0.2)
+        hog.run(0.5)
         job = rig.load(range(960), upper(range(960)))
+        deadline = time.monotonic() + 0.3
+        while not rig.core.stats()["switched_pieces"] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)  # by now the rest is in the queues, or done
+        assert rig.core.stats()["switched_pieces"] and not hog.is_done
         rig.core.wait([job], gpu_kit.current_stream())
+        seen = [tensor[1024 : 1024 + 960].clone() for tensor in rig.tensors]
         rig.done(job)
         rig.check()
+        wanted = [tensor[:960] for tensor in rig.tensors]
+        return all(bool((a == b).all()) for a, b in zip(seen, wanted, strict=True))
+
+
+def test_a_stream_waits_for_both_ways_of_a_job() -> None:
+    assert clones_see_the_load()
+
+
+def test_control_with_a_stream_that_does_not_wait() -> None:
+    assert not clones_see_the_load(skip_stream_wait=1)
 
 
 def test_a_small_ring(path: str) -> None:

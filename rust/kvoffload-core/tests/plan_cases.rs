@@ -374,3 +374,17 @@ fn chunks_say_which_of_their_blocks_a_job_copies() {
         [(0, 4, 1, 2), (0, 1, 0, 2), (0, 3, 0, 1), (1, 0, 1, 2)]
     );
 }
+
+#[test]
+fn a_run_in_two_parts() {
+    let run = CopyRun {
+        tensor: 3,
+        device_offset: 100,
+        region_offset: 2000,
+        bytes: 50,
+    };
+    let (first, rest) = run.split_at(20);
+    let flat = |run: CopyRun| (run.tensor, run.device_offset, run.region_offset, run.bytes);
+    assert_eq!(flat(first), (3, 100, 2000, 20));
+    assert_eq!(flat(rest), (3, 120, 2020, 30));
+}

@@ -123,6 +123,21 @@ pub struct CopyRun {
     pub bytes: u64,
 }
 
+impl CopyRun {
+    /// Its first `bytes` bytes and the rest; `bytes` is less than it has.
+    #[must_use]
+    pub fn split_at(self, bytes: u64) -> (Self, Self) {
+        let first = Self { bytes, ..self };
+        let rest = Self {
+            device_offset: self.device_offset + bytes,
+            region_offset: self.region_offset + bytes,
+            bytes: self.bytes - bytes,
+            ..self
+        };
+        (first, rest)
+    }
+}
+
 /// The copies of one job, all at once: for tests and whoever wants to look at them.
 #[derive(Clone, Debug, Default)]
 pub struct CopyPlan {

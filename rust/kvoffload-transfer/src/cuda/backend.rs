@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
-use kvoffload_core::plan::CopyRun;
 use kvoffload_core::pool::Slot;
 
 use super::calibrate::{Chooser, CopyPath};
@@ -187,7 +186,11 @@ impl CudaBackend {
             Step::Sent => Ok(true),
             Step::Blocked => Ok(false),
             Step::Failed(error) => self.retry(job, error).map(|()| true),
-            Step::Hopeless(error) => Err(error),
+            Step::Hopeless(error) => {
+                // As for a retry: a job that is over must not touch memory any more.
+                self.drain();
+                Err(error)
+            }
         }
     }
 
@@ -316,13 +319,8 @@ impl CudaBackend {
                     return Ok(());
                 }
                 // It was asked for when pieces were longer.
-                job.held = Some(CopyRun {
-                    device_offset: run.device_offset + room,
-                    region_offset: at + room,
-                    bytes: run.bytes - room,
-                    ..run
-                });
-                run.bytes = room;
+                let (first, rest) = run.split_at(room);
+                (run, job.held) = (first, Some(rest));
             }
             // Slots are long: the next range mostly lies in the same piece.
             if at / piece_bytes != ready {
@@ -470,9 +468,10 @@ impl Backend for CudaBackend {
         if nothing {
             job.left = 0;
         }
-        // Before the jobs that have had a turn, and behind the others that have not.
-        let turned = self.jobs.iter().position(|job| job.pieces > 0);
-        self.jobs.insert(turned.unwrap_or(self.jobs.len()), job);
+        // Behind the others that have had no turn, before those that have: so those that wait for compute
+        // stay in the order of their submits.
+        let fresh = self.jobs.iter().rposition(|job| job.pieces == 0);
+        self.jobs.insert(fresh.map_or(0, |at| at + 1), job);
         Ok(())
     }
 

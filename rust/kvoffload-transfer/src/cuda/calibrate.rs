@@ -152,7 +152,7 @@ pub(super) fn calibrate(
     }
     let [[direct_store, staged_store], [direct_load, staged_load]] = rates;
     Ok(Calibration {
-        fragments: FRAGMENTS.to_vec(),
+        fragments: sizes(&movers[0]).collect(),
         direct: [direct_store, direct_load],
         staged: [staged_store, staged_load],
         seconds: started.elapsed().as_secs_f64(),
@@ -168,6 +168,7 @@ fn measure_all(
 ) -> Result<Vec<f64>, DriverError> {
     // The first use of a path includes what the driver does once.
     measure(mover, path, scratch, host, FRAGMENTS[0])?;
+    let sizes: Vec<u64> = sizes(mover).collect();
     let rate = |fragment| {
         let mut best = f64::INFINITY;
         for _ in 0..REPEATS {
@@ -176,7 +177,15 @@ fn measure_all(
         let moved = MOVED.min(fragment * MOST_FRAGMENTS);
         Ok(moved as f64 / best)
     };
-    FRAGMENTS.into_iter().map(rate).collect()
+    sizes.into_iter().map(rate).collect()
+}
+
+/// The sizes that fit into a staged piece: a small ring has short ones.
+fn sizes(mover: &Mover) -> impl Iterator<Item = u64> + use<> {
+    let longest = mover.chunk().unwrap_or(MOVED);
+    FRAGMENTS
+        .into_iter()
+        .filter(move |&fragment| fragment <= longest)
 }
 
 /// Seconds that fragments of one size take.
@@ -205,7 +214,7 @@ fn measure(
             piece.push(device, address, fragment, within != 0);
             done += 1;
         }
-        debug_assert!(host.bytes() == scratch.bytes());
+        assert!(!piece.is_empty(), "a fragment longer than a piece");
         // SAFETY: both scratch memories are as long as all places together, belong to nobody else and
         // live until the caller has waited for the last copy; the host's is pinned.
         let sent = unsafe { mover.send(path, &piece, None, first.is_none(), false) }?;

@@ -102,8 +102,8 @@ pub(super) struct Mover {
     queues: [Queue; 2],
     /// Staged pieces starve, or have starved and no kernel has come through in time since.
     starving: bool,
-    /// An empty kernel that finds out.
-    probe: Option<Passage>,
+    /// An empty kernel that finds out, and whether it has taken too long.
+    probe: Option<(Passage, bool)>,
     /// Working memory of batch calls.
     targets: Vec<u64>,
     sources: Vec<u64>,
@@ -167,23 +167,40 @@ impl Mover {
         if !self.starving {
             return Ok(());
         }
-        match self.probe.as_mut().map(Passage::state).transpose()? {
-            None => {}
-            Some(Is::Starving) => self.probe = None,
-            Some(Is::OnItsWay) => return Ok(()),
-            // It came through while nobody thought that it starved.
-            Some(Is::Over) => {
-                (self.starving, self.probe) = (false, None);
-                return Ok(());
+        if let Some((probe, late)) = &mut self.probe {
+            match probe.state()? {
+                Is::OnItsWay => return Ok(()),
+                Is::Starving => {
+                    // One at a time: what is put behind it starves as well.
+                    *late = true;
+                    return Ok(());
+                }
+                Is::Over if *late => self.probe = None,
+                Is::Over => {
+                    (self.starving, self.probe) = (false, None);
+                    return Ok(());
+                }
             }
         }
-        let staged = &self.queues[Path::Staged as usize];
-        if let (true, Some(staging)) = (staged.is_empty(), &self.staging) {
-            staging.kernel().launch_empty(&self.kernel)?;
-            let over = Arc::new(self.kernel.record(&self.device)?);
-            self.probe = Some(Passage::new([None, None], over));
+        if self.queues[Path::Staged as usize].is_empty() {
+            match self.send_probe() {
+                Ok(probe) => self.probe = probe.map(|probe| (probe, false)),
+                Err(error) if error.is_fatal() => return Err(error),
+                // Another time.
+                Err(_) => {}
+            }
         }
         Ok(())
+    }
+
+    /// Sends an empty kernel ahead; `None` without staging.
+    fn send_probe(&self) -> Result<Option<Passage>, DriverError> {
+        let Some(staging) = &self.staging else {
+            return Ok(None);
+        };
+        staging.kernel().launch_empty(&self.kernel)?;
+        let over = Arc::new(self.kernel.record(&self.device)?);
+        Ok(Some(Passage::new([None, None], over, 0)))
     }
 
     /// Whether another piece can be staged at all: its fragments need a place in the list.
@@ -195,8 +212,13 @@ impl Mover {
         self.queues.iter().all(Queue::is_empty)
     }
 
-    /// Notes which pieces are done.
+    /// Notes which pieces are done, and whether staged ones starve.
     pub(super) fn reap(&mut self) -> Result<(), DriverError> {
+        self.pop_done()?;
+        self.watch()
+    }
+
+    fn pop_done(&mut self) -> Result<(), DriverError> {
         for queue in &mut self.queues {
             while let Some(piece) = queue.pop_done()? {
                 if let (Some(place), Some(staging)) = (&piece.place, &mut self.staging) {
@@ -204,7 +226,7 @@ impl Mover {
                 }
             }
         }
-        self.watch()
+        Ok(())
     }
 
     /// Blocks until nothing is in the queues: for failures and the end only.
@@ -212,7 +234,8 @@ impl Mover {
         let streams = [&self.copy, &self.kernel, &self.direct];
         let drained = streams.map(Stream::synchronize);
         drained.into_iter().collect::<Result<(), _>>()?;
-        self.reap()?;
+        self.probe = None;
+        self.pop_done()?;
         if let (true, Some(staging)) = (self.is_idle(), &mut self.staging) {
             // A piece that failed half-way left fragments in the list.
             staging.release_all();
@@ -371,7 +394,7 @@ impl Mover {
         };
         let done = Arc::new(done);
         let over = over.unwrap_or_else(|| Arc::clone(&done));
-        let passage = Passage::new([after.cloned(), moved], over);
+        let passage = Passage::new([after.cloned(), moved], over, piece.bytes());
         self.note(Path::Staged, &done, piece, Some(place), Some(passage));
         Ok(Sent { start: begun, done })
     }

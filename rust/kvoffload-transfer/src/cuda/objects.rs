@@ -200,7 +200,6 @@ impl Drop for DeviceMemory {
 /// Pinned host memory from the driver, which the device can read and write.
 pub(super) struct HostMemory {
     base: *mut u8,
-    bytes: usize,
     device: Arc<Device>,
 }
 
@@ -218,17 +217,12 @@ impl HostMemory {
         unsafe { call!(cuMemHostAlloc(&raw mut base, bytes, flags))? };
         Ok(Self {
             base: base.cast(),
-            bytes,
             device: Arc::clone(device),
         })
     }
 
     pub(super) fn base(&self) -> *mut u8 {
         self.base
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
     }
 
     /// The address by which the device knows it.

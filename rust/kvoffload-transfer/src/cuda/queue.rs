@@ -15,6 +15,8 @@ const MOST_PIECES: usize = 16;
 const PACE_BYTES: u64 = 32 << 20;
 /// A kernel that takes longer to come through starves; its work takes some 20 microseconds.
 const STARVES: Duration = Duration::from_millis(2);
+/// And for so many bytes one microsecond more: fragments of odd sizes are moved byte by byte.
+const BYTES_PER_US: u64 = 4000;
 
 /// A piece in the queues.
 pub(super) struct InFlight {
@@ -32,16 +34,19 @@ pub(super) struct Passage {
     waits: [Option<Arc<Event>>; 2],
     /// After it.
     over: Arc<Event>,
-    /// Since when it could run.
+    /// Since when it could run, and how long it may take.
     free: Option<Instant>,
+    limit: Duration,
 }
 
 impl Passage {
-    pub(super) fn new(waits: [Option<Arc<Event>>; 2], over: Arc<Event>) -> Self {
+    /// Of a kernel that moves so many bytes.
+    pub(super) fn new(waits: [Option<Arc<Event>>; 2], over: Arc<Event>, bytes: u64) -> Self {
         Self {
             waits,
             over,
             free: None,
+            limit: STARVES + Duration::from_micros(bytes / BYTES_PER_US),
         }
     }
 
@@ -65,7 +70,7 @@ impl Passage {
     pub(super) fn state(&mut self) -> Result<Is, DriverError> {
         Ok(match self.delay()? {
             None => Is::Over,
-            Some(delay) if delay > STARVES => Is::Starving,
+            Some(delay) if delay > self.limit => Is::Starving,
             Some(_) => Is::OnItsWay,
         })
     }
