@@ -18,7 +18,7 @@ use kvoffload_core::jobs::JobKind;
 use kvoffload_core::pool::Slot;
 
 use super::calibrate::{Chooser, CopyPath};
-use super::driver::DriverError;
+use super::error::DriverError;
 use super::job::Job;
 use super::mover::{Mover, Path, injected};
 use super::objects::Event;

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use kvoffload_core::jobs::JobKind;
 use rustix::fs::FlockOperation;
 
-use super::driver::{Device, DriverError};
+use super::driver::Device;
+use super::error::DriverError;
 use super::mover::{Mover, Path};
 use super::objects::{DeviceMemory, HostMemory};
 use super::piece::Piece;
@@ -33,9 +34,9 @@ const FRAGMENTS: [u64; 10] = [
     1 << 20,
 ];
 /// Bytes of the scratch memory on each side.
-const SCRATCH: u64 = 64 << 20;
+const SCRATCH: u64 = 2 * MOVED;
 /// What one measurement moves at most, and the most fragments.
-const MOVED: u64 = 32 << 20;
+const MOVED: u64 = if cfg!(test) { 1 << 20 } else { 32 << 20 };
 const MOST_FRAGMENTS: u64 = 2048;
 const REPEATS: usize = 2;
 /// Fragments that lie together in host memory, as the layers of a block in a slot do.

@@ -19,83 +19,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys;
 use parking_lot::Mutex;
-use thiserror::Error;
+
+use super::error::{CudaUnavailable, DriverError};
 
 /// The oldest driver whose loader takes our kernels (PTX 7.0): CUDA 11.0.
 const OLDEST_DRIVER: i32 = 11_000;
 /// The first driver that has `cuMemcpyBatchAsync`.
 const BATCH_DRIVER: i32 = 12_080;
-
-/// A driver call that failed.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{call} failed with {name} ({code}: {text})")]
-pub struct DriverError {
-    /// The function that was called.
-    pub call: &'static str,
-    /// The driver's number for the error.
-    pub code: u32,
-    /// The driver's name for it, such as `CUDA_ERROR_OUT_OF_MEMORY`.
-    pub name: String,
-    /// The driver's description of it.
-    pub text: String,
-}
-
-impl DriverError {
-    /// Whether the context is gone: no call will succeed until the process has been started again.
-    #[must_use]
-    pub fn is_fatal(&self) -> bool {
-        // Deinitialised, invalid or destroyed context, the uncorrectable memory and hardware errors,
-        // every kind of failed launch that the driver calls sticky, and the unknown error.
-        // Those of a lost MPS server, too.
-        matches!(
-            self.code,
-            4 | 201 | 214 | 220 | 226 | 700 | 702 | 709..=710 | 714..=719 | 721 | 806 | 810 | 999
-        )
-    }
-}
-
-/// Why CUDA cannot be used in this process.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum CudaUnavailable {
-    /// The driver's library is not on this machine, or cannot be loaded.
-    #[error("no CUDA driver was found: libcuda.so cannot be loaded")]
-    NoLibrary,
-    /// The driver does not start.
-    #[error("the CUDA driver does not start: {error}{hint}", error = .0, hint = stub_hint(.0))]
-    Init(DriverError),
-    /// The device's primary context cannot be had.
-    #[error("CUDA device {ordinal} cannot be used: {source}")]
-    Context {
-        /// Number of the device.
-        ordinal: u32,
-        /// The driver's answer.
-        source: DriverError,
-    },
-    /// The driver is too old for this package.
-    #[error("the CUDA driver is too old: it supports CUDA {}.{}, at least 11.0 is needed", .version / 1000, .version % 1000 / 10)]
-    TooOld {
-        /// 1000 times the major version plus 10 times the minor one.
-        version: i32,
-    },
-    /// No such device.
-    #[error("there is no CUDA device {ordinal}: this process sees {devices}")]
-    NoDevice {
-        /// Number of the device that was asked for.
-        ordinal: u32,
-        /// How many there are.
-        devices: i32,
-    },
-}
-
-/// What to do where the toolkit's stub of the library was loaded instead of the driver.
-fn stub_hint(error: &DriverError) -> &'static str {
-    const STUB_LIBRARY: u32 = 34;
-    match error.code {
-        STUB_LIBRARY => "; a stub of libcuda.so comes first on the library path: take it off",
-        _ => "",
-    }
-}
 
 /// Turns a driver's answer into a result.
 pub(super) fn check(call: &'static str, answer: sys::CUresult) -> Result<(), DriverError> {
@@ -311,6 +241,26 @@ impl Device {
     ) -> Result<T, DriverError> {
         let _guest = Guest::enter(self.context)?;
         run()
+    }
+
+    /// Registers host memory, so that the device can copy from and to it.
+    ///
+    /// # Safety
+    /// The range is mapped until [`Device::unregister`], and shares no page with another that is
+    /// registered.
+    pub(super) unsafe fn register(&self, address: *mut u8, bytes: u64) -> Result<(), DriverError> {
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: passed on to the caller.
+        unsafe { call!(cuMemHostRegister_v2(address.cast(), bytes as usize, flags)) }
+    }
+
+    /// Ends a registration.
+    ///
+    /// # Safety
+    /// It was registered, and no copy uses it.
+    pub(super) unsafe fn unregister(&self, address: *mut u8) {
+        // SAFETY: passed on to the caller. An error leaves pages pinned until the process ends.
+        unsafe { sys::cuMemHostUnregister(address.cast()) };
     }
 
     /// Notes that the device cannot be relied on any more; true the first time.

@@ -13,7 +13,8 @@ use parking_lot::Mutex;
 
 use super::backend::CudaBackend;
 use super::calibrate::{Calibration, Chooser, CopyPath, calibrate};
-use super::driver::{Device, DriverError};
+use super::driver::Device;
+use super::error::DriverError;
 use super::kernel::Kernel;
 use super::mover::{Mistakes, Mover, Path};
 use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
@@ -461,3 +462,6 @@ fn check_tensors(tensors: &[DeviceTensor]) -> Result<(), StartError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvoffload_core::plan::CopyRun;
 use kvoffload_core::pool::Slot;
 
-use super::driver::DriverError;
+use super::error::DriverError;
 use super::mover::Path;
 use super::objects::Event;
 use crate::backend::{Ended, Work};

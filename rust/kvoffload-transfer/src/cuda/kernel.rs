@@ -6,39 +6,18 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::driver::{Device, DriverError, call};
+use super::driver::{Device, call};
+use super::error::DriverError;
+use super::fragment::{PART_BYTES, Way};
 use super::objects::Stream;
 
 const PTX: &str = include_str!("fragments.ptx");
 const NAME: &std::ffi::CStr = c"kvoffload_copy_fragments";
 
-/// Bytes that a warp copies at a time; the same number is in `fragments.cu`.
-const PART_BYTES: u32 = 4096;
-/// Longer fragments are cut, so that short ones beside them leave few warps without work.
-pub(super) const LONGEST: u32 = 16 * PART_BYTES;
 /// Threads of a block: one warp, with few registers and no shared memory. It finds room beside a
 /// kernel that fills the multiprocessor but for its last warp, as large matrix products do, instead of
 /// waiting until that kernel ends.
 const THREADS: u32 = 32;
-/// What the kernel reads about a fragment; laid out as in `fragments.cu`.
-#[repr(C, align(16))]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Fragment {
-    /// Address in the KV cache.
-    pub(super) device: u64,
-    /// Bytes from the staging chunk's start.
-    pub(super) staging: u32,
-    /// Length, at most [`LONGEST`].
-    pub(super) bytes: u32,
-}
-
-/// Which way fragments go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    Pack,
-    Unpack,
-}
-
 /// The loaded kernel.
 pub(super) struct Kernel {
     module: sys::CUmodule,
@@ -163,17 +142,5 @@ impl Drop for Kernel {
         // SAFETY: loaded by us and unloaded once; streams that used it are drained by then.
         self.device
             .release(|| unsafe { call!(cuModuleUnload(self.module)) });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_text_suits_old_drivers_and_devices() {
-        assert!(PTX.contains("\n.version 7.0\n") && PTX.contains("\n.target sm_75\n"));
-        assert!(PTX.contains(NAME.to_str().unwrap()) && !PTX.contains('\0'));
-        assert_eq!(size_of::<Fragment>(), 16);
     }
 }

@@ -6,15 +6,24 @@
 //! puts it into the device's queues, through `staging` and `kernel` where it is staged. `driver` and
 //! `objects` are the only way to the CUDA driver, which is looked for at run time: without one, this
 //! module answers with [`CudaUnavailable`].
+//!
+//! In unit tests those three are a simulated device (`sim`), whose streams run in any order that their
+//! waits allow: so a missing wait shows as wrong bytes on any machine.
 
 mod backend;
+mod batch;
 mod calibrate;
+#[cfg_attr(test, path = "sim/driver.rs")]
 mod driver;
 pub mod engine;
+mod error;
+mod fragment;
 mod job;
+#[cfg_attr(test, path = "sim/kernel.rs")]
 mod kernel;
 mod mover;
 mod numa;
+#[cfg_attr(test, path = "sim/objects.rs")]
 mod objects;
 mod piece;
 mod pinned;
@@ -23,8 +32,9 @@ mod shared;
 mod staging;
 
 pub use calibrate::{Calibration, CopyPath};
-pub use driver::{CudaUnavailable, DriverError, unavailable};
+pub use driver::unavailable;
 pub use engine::{CudaConfig, CudaEngine, DeviceTensor};
+pub use error::{CudaUnavailable, DriverError};
 pub use mover::Path;
 pub use pinned::Pinning;
 pub use shared::CudaFaults;

@@ -21,18 +21,16 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys;
 use kvoffload_core::jobs::JobKind;
 
-use super::driver::{Device, DriverError, call};
-use super::kernel::Way;
+use super::batch::Batch;
+use super::driver::Device;
+use super::error::DriverError;
+use super::fragment::Way;
 use super::objects::{Event, Stream};
 use super::piece::Piece;
 use super::queue::{InFlight, Is, Passage, Queue};
 use super::staging::{Place, Staging};
-
-/// The most ranges in one call of the driver.
-const MOST_IN_CALL: usize = 4096;
 
 /// How bytes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,10 +102,8 @@ pub(super) struct Mover {
     starving: bool,
     /// An empty kernel that finds out, and whether it has taken too long.
     probe: Option<(Passage, bool)>,
-    /// Working memory of batch calls.
-    targets: Vec<u64>,
-    sources: Vec<u64>,
-    sizes: Vec<usize>,
+    /// Working memory.
+    batch: Batch,
     /// Staged pieces so far.
     staged: u64,
     mistakes: Mistakes,
@@ -132,9 +128,7 @@ impl Mover {
             queues: Default::default(),
             starving: false,
             probe: None,
-            targets: Vec::with_capacity(MOST_IN_CALL),
-            sources: Vec::with_capacity(MOST_IN_CALL),
-            sizes: Vec::with_capacity(MOST_IN_CALL),
+            batch: Batch::new(kind),
             staged: 0,
             mistakes,
         })
@@ -283,14 +277,15 @@ impl Mover {
         let start = timed
             .then(|| self.direct.record(&self.device))
             .transpose()?;
-        for ranges in piece.ranges.chunks(MOST_IN_CALL) {
-            self.begin_batch();
-            for range in ranges {
-                self.add(range.device, range.host, range.bytes);
+        for range in &piece.ranges {
+            self.batch.add(range.device, range.host, range.bytes);
+            if self.batch.is_full() {
+                // SAFETY: passed on to the caller.
+                unsafe { self.direct.copy(&mut self.batch, pageable) }?;
             }
-            // SAFETY: passed on to the caller.
-            unsafe { self.run_batch(Path::Direct, pageable) }?;
         }
+        // SAFETY: passed on to the caller.
+        unsafe { self.direct.copy(&mut self.batch, pageable) }?;
         let done = Arc::new(self.direct.record(&self.device)?);
         self.note(Path::Direct, &done, piece, None, None);
         Ok(Sent { start, done })
@@ -406,105 +401,20 @@ impl Mover {
         chunk: u64,
         pageable: bool,
     ) -> Result<(), DriverError> {
-        self.begin_batch();
         let mut ranges = piece.ranges.iter().peekable();
         while let Some(first) = ranges.next() {
             let mut bytes = first.bytes;
             while let Some(next) = ranges.next_if(|next| next.follows) {
                 bytes += next.bytes;
             }
-            self.add(chunk + first.staging, first.host, bytes);
-            if self.sizes.len() == MOST_IN_CALL {
+            self.batch.add(chunk + first.staging, first.host, bytes);
+            if self.batch.is_full() {
                 // SAFETY: passed on to the caller.
-                unsafe { self.run_batch(Path::Staged, pageable) }?;
-                self.begin_batch();
+                unsafe { self.copy.copy(&mut self.batch, pageable) }?;
             }
         }
         // SAFETY: passed on to the caller.
-        unsafe { self.run_batch(Path::Staged, pageable) }
-    }
-
-    fn begin_batch(&mut self) {
-        self.targets.clear();
-        self.sources.clear();
-        self.sizes.clear();
-    }
-
-    fn add(&mut self, device: u64, host: usize, bytes: u64) {
-        let (target, source) = match self.kind {
-            JobKind::Store => (host as u64, device),
-            JobKind::Load => (device, host as u64),
-        };
-        self.targets.push(target);
-        self.sources.push(source);
-        self.sizes.push(bytes as usize);
-    }
-
-    /// Enqueues what was added, on a path's stream for copies.
-    ///
-    /// # Safety
-    /// As for [`Mover::send`].
-    unsafe fn run_batch(&mut self, path: Path, pageable: bool) -> Result<(), DriverError> {
-        let count = self.sizes.len();
-        let stream = match path {
-            Path::Direct => self.direct.raw(),
-            Path::Staged => self.copy.raw(),
-        };
-        if count > 1 && self.device.has_batch() && !pageable {
-            let location = sys::CUmemLocation {
-                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
-                id: 0,
-            };
-            // A host source has no writer left when a load starts (the fence sees to that), so it may
-            // be read early. A device source has: the steps before.
-            let order = match self.kind {
-                JobKind::Store => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-                JobKind::Load => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-            };
-            let mut attributes = sys::CUmemcpyAttributes {
-                srcAccessOrder: order,
-                srcLocHint: location,
-                dstLocHint: location,
-                flags: 0,
-            };
-            let (mut first, mut failed) = (0usize, usize::MAX);
-            // SAFETY: three arrays of `count` entries that the driver reads during the call; one
-            // attribute, which holds from copy 0 on; the ranges by the caller's promise.
-            return unsafe {
-                call!(cuMemcpyBatchAsync(
-                    self.targets.as_mut_ptr(),
-                    self.sources.as_mut_ptr(),
-                    self.sizes.as_mut_ptr(),
-                    count,
-                    &raw mut attributes,
-                    &raw mut first,
-                    1,
-                    &raw mut failed,
-                    stream,
-                ))
-            };
-        }
-        for i in 0..count {
-            let (target, source, bytes) = (self.targets[i], self.sources[i], self.sizes[i]);
-            // SAFETY: the ranges by the caller's promise; `add` put the host's side where it belongs.
-            unsafe {
-                match self.kind {
-                    JobKind::Store => call!(cuMemcpyDtoHAsync_v2(
-                        std::ptr::with_exposed_provenance_mut(target as usize),
-                        source,
-                        bytes,
-                        stream
-                    )),
-                    JobKind::Load => call!(cuMemcpyHtoDAsync_v2(
-                        target,
-                        std::ptr::with_exposed_provenance(source as usize),
-                        bytes,
-                        stream
-                    )),
-                }
-            }?;
-        }
-        Ok(())
+        unsafe { self.copy.copy(&mut self.batch, pageable) }
     }
 }
 

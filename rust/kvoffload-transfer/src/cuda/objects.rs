@@ -6,8 +6,11 @@ use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use kvoffload_core::jobs::JobKind;
 
-use super::driver::{Device, DriverError, RawEvent, call, check, make_event};
+use super::batch::Batch;
+use super::driver::{Device, RawEvent, call, check, make_event};
+use super::error::DriverError;
 
 impl Device {
     /// An event out of the store of unused ones; makes one if there is none.
@@ -138,6 +141,79 @@ impl Stream {
     pub(super) fn record(&self, device: &Arc<Device>) -> Result<Event, DriverError> {
         // SAFETY: the stream is `self`'s.
         unsafe { device.event()?.recorded(self.raw) }
+    }
+
+    /// Copies what is in a batch, and empties it.
+    ///
+    /// # Safety
+    /// Until they are done, all ranges may be read and written, and nothing else that does so conflicts.
+    /// Host memory is registered or allocated with this driver, unless `pageable` says otherwise.
+    pub(super) unsafe fn copy(&self, batch: &mut Batch, pageable: bool) -> Result<(), DriverError> {
+        // SAFETY: passed on to the caller.
+        let copied = unsafe { self.enqueue(batch, pageable) };
+        batch.clear();
+        copied
+    }
+
+    /// # Safety
+    /// As for [`Stream::copy`].
+    unsafe fn enqueue(&self, batch: &mut Batch, pageable: bool) -> Result<(), DriverError> {
+        let count = batch.sizes.len();
+        if count > 1 && self.device.has_batch() && !pageable {
+            let location = sys::CUmemLocation {
+                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
+                id: 0,
+            };
+            // A host source has no writer left when a load starts (the fence sees to that), so it may
+            // be read early. A device source has: the steps before.
+            let order = match batch.kind {
+                JobKind::Store => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+                JobKind::Load => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+            };
+            let mut attributes = sys::CUmemcpyAttributes {
+                srcAccessOrder: order,
+                srcLocHint: location,
+                dstLocHint: location,
+                flags: 0,
+            };
+            let (mut first, mut failed) = (0usize, usize::MAX);
+            // SAFETY: three arrays of `count` entries that the driver reads during the call; one
+            // attribute, which holds from copy 0 on; the ranges by the caller's promise.
+            return unsafe {
+                call!(cuMemcpyBatchAsync(
+                    batch.targets.as_mut_ptr(),
+                    batch.sources.as_mut_ptr(),
+                    batch.sizes.as_mut_ptr(),
+                    count,
+                    &raw mut attributes,
+                    &raw mut first,
+                    1,
+                    &raw mut failed,
+                    self.raw,
+                ))
+            };
+        }
+        for i in 0..count {
+            let (target, source, bytes) = (batch.targets[i], batch.sources[i], batch.sizes[i]);
+            // SAFETY: the ranges by the caller's promise; [`Batch::add`] put the host's side where it belongs.
+            unsafe {
+                match batch.kind {
+                    JobKind::Store => call!(cuMemcpyDtoHAsync_v2(
+                        std::ptr::with_exposed_provenance_mut(target as usize),
+                        source,
+                        bytes,
+                        self.raw
+                    )),
+                    JobKind::Load => call!(cuMemcpyHtoDAsync_v2(
+                        target,
+                        std::ptr::with_exposed_provenance(source as usize),
+                        bytes,
+                        self.raw
+                    )),
+                }
+            }?;
+        }
+        Ok(())
     }
 
     /// Makes later work on this stream wait for an event.

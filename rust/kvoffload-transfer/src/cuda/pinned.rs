@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys;
 use parking_lot::Mutex;
 
-use super::driver::{Device, DriverError, call};
+use super::driver::Device;
+use super::error::DriverError;
 use super::numa;
 use super::objects::HostMemory;
 use crate::error::StartError;
@@ -313,13 +313,12 @@ impl PinnedRegion {
     }
 
     fn register(&self, start: u64, bytes: u64) -> Result<(), DriverError> {
-        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-        let address = self.region.address(start).cast();
+        let address = self.region.address(start);
         let times = &self.times;
         timed(&times.register, &times.longest_register, || {
             // SAFETY: the range is a piece of the region, which is mapped until after the registration
             // has ended in `drop`; pieces do not share pages.
-            unsafe { call!(cuMemHostRegister_v2(address, bytes as usize, flags)) }
+            unsafe { self.device.register(address, bytes) }
         })
     }
 }
@@ -357,7 +356,7 @@ impl Drop for PinnedRegion {
                     let start = piece as u64 * self.piece_bytes;
                     // SAFETY: registered in `register`, and no copy is left: each lane holds an `Arc`
                     // of `self` for as long as it may copy.
-                    unsafe { sys::cuMemHostUnregister(region.address(start).cast()) };
+                    unsafe { self.device.unregister(region.address(start)) };
                 }
             }
             self.allocated.lock().clear();

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::DriverError;
+use super::error::DriverError;
 use super::objects::Event;
 use super::staging::Place;
 

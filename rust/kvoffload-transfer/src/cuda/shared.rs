@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvoffload_core::layout::KvLayout;
 use parking_lot::Mutex;
 
-use super::driver::{Device, DriverError};
+use super::driver::Device;
+use super::error::DriverError;
 use super::job::Ends;
 use super::mover::Path;
 use crate::notices::Notices;

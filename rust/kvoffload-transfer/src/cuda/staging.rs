@@ -5,8 +5,10 @@
 
 use std::sync::Arc;
 
-use super::driver::{Device, DriverError};
-use super::kernel::{Fragment, Kernel, LONGEST};
+use super::driver::Device;
+use super::error::DriverError;
+use super::fragment::{Fragment, LONGEST};
+use super::kernel::Kernel;
 use super::objects::{DeviceMemory, HostMemory};
 use super::piece::{MOST_COPIES, Piece};
 

@@ -1,0 +1,440 @@
+//! Random jobs of an engine on the simulated device, against a model; and controls without each wait.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvoffload_core::pool::Slot;
+
+use super::*;
+use crate::cuda::driver::{Op, fresh};
+use crate::verify::Verify;
+
+const BLOCKS: usize = 96;
+const SLOTS: usize = 40;
+const PAGES: [usize; 3] = [8192, 4096, 5000];
+const LONG: Duration = Duration::from_secs(60);
+
+/// What the rig is made with.
+#[derive(Clone, Default)]
+struct Setup {
+    seed: u32,
+    path: CopyPath,
+    per_chunk: u32,
+    faults: CudaFaults,
+    verify: Verify,
+    pinning: Pinning,
+}
+
+/// An engine, the memory it serves, and a model of both sides.
+struct Rig {
+    engine: CudaEngine,
+    /// The stream on which the engine computes.
+    compute: usize,
+    tensors: Vec<Box<[u8]>>,
+    /// What every block should hold when all that was submitted has been done.
+    blocks: Vec<[Vec<u8>; 3]>,
+    slots: Vec<Option<Vec<[Vec<u8>; 3]>>>,
+    per_chunk: usize,
+    /// Jobs that are not known to be over or waited for, and their blocks.
+    live: Vec<(u64, bool, Vec<usize>)>,
+    jobs: u64,
+    random: u64,
+    wrong: Arc<AtomicBool>,
+}
+
+impl Rig {
+    fn new(setup: Setup) -> Self {
+        let tensors: Vec<Box<[u8]>> = PAGES
+            .iter()
+            .map(|page| vec![0; page * BLOCKS].into_boxed_slice())
+            .collect();
+        let shapes = tensors
+            .iter()
+            .zip(PAGES)
+            .map(|(tensor, page)| DeviceTensor {
+                address: tensor.as_ptr().expose_provenance() as u64,
+                layout: TensorLayout {
+                    num_blocks: BLOCKS as u32,
+                    block_stride: page as u64,
+                    page_bytes: page as u64,
+                },
+            });
+        let groups = vec![
+            PAGES
+                .iter()
+                .enumerate()
+                .map(|(tensor, &page)| PageRef {
+                    tensor: tensor as u32,
+                    page_bytes: page as u64,
+                })
+                .collect::<Vec<_>>(),
+        ];
+        let per_chunk = setup.per_chunk.max(1);
+        let config = CudaConfig {
+            device: setup.seed,
+            tensors: shapes.collect(),
+            slot_bytes: kvoffload_core::layout::slot_bytes(&groups, per_chunk),
+            groups,
+            blocks_per_chunk: per_chunk,
+            num_slots: SLOTS as u32,
+            keep_alive: None,
+            copy_path: setup.path,
+            staging_bytes: 2 << 20,
+            pinning: setup.pinning,
+            kernel_blocks: None,
+            faults: setup.faults,
+            engine: EngineConfig {
+                verify: setup.verify,
+                ..EngineConfig::default()
+            },
+        };
+        // SAFETY: the tensors are `Rig`'s, which shuts the engine down before they go; the rig leaves the
+        // blocks of live jobs alone.
+        let engine = unsafe { CudaEngine::new(config) }.unwrap();
+        Self {
+            engine,
+            compute: fresh() as usize,
+            tensors,
+            blocks: vec![PAGES.map(|page| vec![0; page]); BLOCKS],
+            slots: vec![None; SLOTS],
+            per_chunk: per_chunk as usize,
+            live: Vec::new(),
+            jobs: 0,
+            random: u64::from(setup.seed) ^ 0x5151,
+            wrong: Arc::default(),
+        }
+    }
+
+    fn draw(&mut self, below: usize) -> usize {
+        self.random = self
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        ((self.random >> 33) as usize) % below
+    }
+
+    /// Different numbers below `below`, at most `most` of them.
+    fn some(&mut self, below: usize, most: usize) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..below).collect();
+        let count = 1 + self.draw(most.min(below));
+        (0..count)
+            .map(|_| all.swap_remove(self.draw(all.len())))
+            .collect()
+    }
+
+    fn address(&self, tensor: usize, block: usize) -> usize {
+        self.tensors[tensor].as_ptr().addr() + block * PAGES[tensor]
+    }
+
+    fn compute(&self, run: impl FnOnce() + Send + 'static) {
+        let op = Op::Run(Box::new(run));
+        self.engine.common.device.push(self.compute, op);
+    }
+
+    /// Whether a live job uses a block; `writes`: only those that write it.
+    fn in_use(&self, block: usize, writes: bool) -> bool {
+        let mut live = self.live.iter();
+        live.any(|(_, load, blocks)| (*load || !writes) && blocks.contains(&block))
+    }
+
+    /// The engine writes blocks that no job uses.
+    fn write(&mut self) {
+        for block in self.some(BLOCKS, 30) {
+            if self.in_use(block, false) {
+                continue;
+            }
+            let value = self.draw(256) as u8;
+            for (tensor, page) in PAGES.into_iter().enumerate() {
+                let bytes: Vec<u8> = (0..page).map(|at| value.wrapping_add(at as u8)).collect();
+                self.blocks[block][tensor].clone_from(&bytes);
+                let address = self.address(tensor, block);
+                self.compute(move || {
+                    // SAFETY: a page of the rig's tensors; ops run under the world's lock.
+                    unsafe {
+                        let page = std::ptr::with_exposed_provenance_mut::<u8>(address);
+                        page.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                    }
+                });
+            }
+        }
+    }
+
+    /// The engine reads blocks that no load is about to write.
+    fn read(&mut self) {
+        for block in self.some(BLOCKS, 30) {
+            if self.in_use(block, true) {
+                continue;
+            }
+            for tensor in 0..PAGES.len() {
+                let address = self.address(tensor, block);
+                let expected = self.blocks[block][tensor].clone();
+                let wrong = Arc::clone(&self.wrong);
+                self.compute(move || {
+                    // SAFETY: as in `write`.
+                    let page = unsafe {
+                        std::slice::from_raw_parts(
+                            std::ptr::with_exposed_provenance::<u8>(address),
+                            expected.len(),
+                        )
+                    };
+                    if page != expected {
+                        wrong.store(true, Ordering::Relaxed);
+                    }
+                });
+            }
+        }
+    }
+
+    fn submit(&mut self, kind: JobKind, blocks: Vec<usize>, slots: &[usize]) {
+        self.jobs += 1;
+        let ids: Vec<u32> = blocks.iter().map(|&block| block as u32).collect();
+        let places: Vec<Slot> = slots.iter().map(|&slot| Slot::new(slot as u32)).collect();
+        let geometry = Geometry {
+            block_ids: &ids,
+            group_sizes: &[ids.len() as u32],
+            block_indices: &[0],
+            slots: &places,
+        };
+        // SAFETY: a stream of the simulated device.
+        let submitted = unsafe { self.engine.submit(kind, self.jobs, geometry, self.compute) };
+        submitted.unwrap();
+        self.live.push((self.jobs, kind == JobKind::Load, blocks));
+    }
+
+    fn store(&mut self) {
+        let slots = self.some(SLOTS, SLOTS);
+        let mut blocks = Vec::new();
+        for &slot in &slots {
+            let chunk: Vec<usize> = (0..self.per_chunk).map(|_| self.draw(BLOCKS)).collect();
+            self.slots[slot] = Some(chunk.iter().map(|&b| self.blocks[b].clone()).collect());
+            blocks.extend(chunk);
+        }
+        self.submit(JobKind::Store, blocks, &slots);
+    }
+
+    fn load(&mut self) {
+        let mut slots = self.some(SLOTS, SLOTS);
+        slots.retain(|&slot| self.slots[slot].is_some());
+        let mut free: Vec<usize> = (0..BLOCKS).collect();
+        slots.truncate(BLOCKS / self.per_chunk);
+        let mut blocks = Vec::new();
+        for &slot in &slots {
+            let chunk = self.slots[slot].clone().unwrap();
+            for bytes in chunk {
+                let block = free.swap_remove(self.draw(free.len()));
+                self.blocks[block] = bytes;
+                blocks.push(block);
+            }
+        }
+        if !blocks.is_empty() {
+            self.submit(JobKind::Load, blocks, &slots);
+        }
+    }
+
+    fn take(&mut self) {
+        for end in self.engine.take_finished() {
+            assert_eq!(end.outcome, Ok(()));
+            self.live.retain(|(job, ..)| *job != end.job);
+        }
+    }
+
+    /// The compute stream waits for one of the jobs; what it does afterwards may use the job's blocks.
+    fn wait_on(&mut self) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = self.draw(self.live.len());
+        let job = self.live[at].0;
+        // SAFETY: a stream of the simulated device.
+        unsafe { self.engine.wait_on(&[job], self.compute, LONG) }.unwrap();
+        self.live.remove(at);
+    }
+
+    /// Lets everything end, and says whether all bytes are right.
+    fn is_right(&mut self) -> bool {
+        let device = Arc::clone(&self.engine.common.device);
+        let jobs: Vec<u64> = (1..=self.jobs).collect();
+        while self.engine.wait(&jobs, Duration::from_millis(1)).is_err() {
+            device.world.lock().advance();
+        }
+        while !device.drain(self.compute) {
+            thread::yield_now();
+        }
+        self.take();
+        let mut right = !self.wrong.load(Ordering::Relaxed);
+        for (block, pages) in self.blocks.iter().enumerate() {
+            for (tensor, page) in pages.iter().enumerate() {
+                let at = block * PAGES[tensor];
+                right &= self.tensors[tensor][at..at + page.len()] == page[..];
+            }
+        }
+        right
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        assert_eq!(self.engine.shutdown(LONG).stuck_threads, 0);
+    }
+}
+
+/// A few hundred steps in which everything may happen; whether all bytes are right.
+fn play(setup: Setup, steps: usize) -> (bool, CudaStatsOf) {
+    let mut rig = Rig::new(setup);
+    for _ in 0..steps {
+        match rig.draw(12) {
+            0..=2 => rig.write(),
+            3 | 4 => rig.read(),
+            5 | 6 => rig.store(),
+            7 | 8 => rig.load(),
+            9 => rig.take(),
+            10 => rig.wait_on(),
+            _ => {
+                // A kernel of the engine leaves no room, mostly for longer than a piece may take.
+                let until = Instant::now() + Duration::from_millis(rig.draw(8) as u64);
+                rig.engine.common.device.world.lock().no_room = Some(until);
+                thread::sleep(Duration::from_millis(3));
+            }
+        }
+        if rig.live.len() > 6 {
+            rig.wait_on();
+        }
+        rig.take();
+    }
+    let right = rig.is_right();
+    (right, rig.engine.device_stats().into_iter().collect())
+}
+
+type CudaStatsOf = std::collections::HashMap<&'static str, u64>;
+
+fn setups() -> impl Iterator<Item = Setup> {
+    let paths = [
+        CopyPath::Auto,
+        CopyPath::Only(Path::Direct),
+        CopyPath::Only(Path::Staged),
+    ];
+    let pinnings = [Pinning::Register, Pinning::Allocate, Pinning::None];
+    (0..seeds()).map(move |seed| Setup {
+        seed,
+        path: paths[seed as usize % 3],
+        per_chunk: 1 + seed % 2,
+        verify: if seed % 4 < 2 {
+            Verify::Off
+        } else {
+            Verify::All
+        },
+        pinning: pinnings[(seed / 3) as usize % 3],
+        ..Setup::default()
+    })
+}
+
+/// More of them with `KVOFFLOAD_SEEDS`, for a long search.
+fn seeds() -> u32 {
+    let wanted = std::env::var("KVOFFLOAD_SEEDS");
+    wanted.map_or(12, |seeds| seeds.parse().expect("a number"))
+}
+
+#[test]
+fn every_byte_arrives_whatever_order_streams_run_in() {
+    let mut switched = 0;
+    for setup in setups() {
+        let seed = setup.seed;
+        let (right, stats) = play(setup, 150);
+        assert!(right, "seed {seed}");
+        switched += stats["switched_pieces"];
+    }
+    assert!(switched > 0, "no piece went the other way");
+}
+
+#[test]
+fn a_failed_piece_is_copied_again() {
+    for seed in 0..6 {
+        for faults in [
+            CudaFaults {
+                fail_piece: 1 + u64::from(seed),
+                ..CudaFaults::default()
+            },
+            CudaFaults {
+                fail_path: Some(Path::Staged),
+                ..CudaFaults::default()
+            },
+            CudaFaults {
+                fail_path: Some(Path::Direct),
+                ..CudaFaults::default()
+            },
+        ] {
+            let setup = Setup {
+                seed,
+                faults,
+                ..Setup::default()
+            };
+            let (right, _) = play(setup.clone(), 60);
+            assert!(right, "seed {seed}, {:?}", setup.faults);
+        }
+    }
+}
+
+/// Without each of the waits, some order shows it.
+#[test]
+fn a_missing_wait_shows() {
+    let none = CudaFaults::default();
+    for (path, faults) in [
+        (
+            Path::Staged,
+            CudaFaults {
+                skip_compute_wait: true,
+                ..none.clone()
+            },
+        ),
+        (
+            Path::Direct,
+            CudaFaults {
+                skip_compute_wait: true,
+                ..none.clone()
+            },
+        ),
+        (
+            Path::Staged,
+            CudaFaults {
+                skip_staging_wait: true,
+                ..none.clone()
+            },
+        ),
+        (
+            Path::Staged,
+            CudaFaults {
+                skip_ring_wait: true,
+                ..none.clone()
+            },
+        ),
+        (
+            Path::Staged,
+            CudaFaults {
+                skip_stream_wait: true,
+                ..none.clone()
+            },
+        ),
+        (
+            Path::Direct,
+            CudaFaults {
+                skip_stream_wait: true,
+                ..none.clone()
+            },
+        ),
+    ] {
+        let shows = (0..20).any(|seed| {
+            let path = CopyPath::Only(path);
+            let setup = Setup {
+                seed,
+                path,
+                faults: faults.clone(),
+                per_chunk: 2, // jobs that are longer than the ring
+                ..Setup::default()
+            };
+            !play(setup, 100).0
+        });
+        assert!(shows, "{faults:?} on the {} path", path.name());
+    }
+}
