@@ -100,6 +100,8 @@ pub(super) struct Mover {
     queues: [Queue; 2],
     /// Staged pieces starve, or have starved and no kernel has come through in time since.
     starving: bool,
+    /// The oldest staged piece waits for compute.
+    held_up: bool,
     /// An empty kernel that finds out, and whether it has taken too long.
     probe: Option<(Passage, bool)>,
     /// Working memory.
@@ -127,6 +129,7 @@ impl Mover {
             staging,
             queues: Default::default(),
             starving: false,
+            held_up: false,
             probe: None,
             batch: Batch::new(kind),
             staged: 0,
@@ -144,17 +147,19 @@ impl Mover {
         self.queues[path as usize].has_room()
     }
 
-    /// Whether staged pieces wait for a kernel of somebody else to end. Changes in [`Mover::reap`] only.
+    /// Whether a staged piece would wait for long behind others: for a kernel of somebody else to end, or
+    /// for compute that a job which somebody waits for comes after. Changes in [`Mover::reap`] only.
     pub(super) fn starves(&self) -> bool {
-        self.starving
+        self.starving || self.held_up
     }
 
     /// Finds out whether staged pieces starve.
     fn watch(&mut self) -> Result<(), DriverError> {
         let oldest = self.queues[Path::Staged as usize].oldest();
-        if let Some(passage) = oldest.and_then(|piece| piece.passage.as_mut())
-            && passage.state()? == Is::Starving
-        {
+        let passage = oldest.and_then(|piece| piece.passage.as_mut());
+        let state = passage.map(Passage::state).transpose()?;
+        self.held_up = state == Some(Is::Computing);
+        if state == Some(Is::Starving) {
             self.starving = true;
             return Ok(());
         }
@@ -163,7 +168,7 @@ impl Mover {
         }
         if let Some((probe, late)) = &mut self.probe {
             match probe.state()? {
-                Is::OnItsWay => return Ok(()),
+                Is::OnItsWay | Is::Computing => return Ok(()),
                 Is::Starving => {
                     // One at a time: what is put behind it starves as well.
                     *late = true;

@@ -30,7 +30,7 @@ pub(super) struct InFlight {
 
 /// A kernel's way through the device: it should be over soon after it may begin.
 pub(super) struct Passage {
-    /// What comes before it.
+    /// What comes before it: compute of the engine, and a copy.
     waits: [Option<Arc<Event>>; 2],
     /// After it.
     over: Arc<Event>,
@@ -50,28 +50,24 @@ impl Passage {
         }
     }
 
-    /// How long it has been free to run; `None` if it is over.
-    fn delay(&mut self) -> Result<Option<Duration>, DriverError> {
+    /// Where it is.
+    pub(super) fn state(&mut self) -> Result<Is, DriverError> {
         if self.over.is_done()? {
-            return Ok(None);
+            return Ok(Is::Over);
         }
-        for wait in &mut self.waits {
+        for (wait, is) in self.waits.iter_mut().zip([Is::Computing, Is::OnItsWay]) {
             if let Some(event) = wait {
                 if !event.is_done()? {
-                    return Ok(Some(Duration::ZERO));
+                    return Ok(is);
                 }
                 *wait = None;
             }
         }
-        Ok(Some(self.free.get_or_insert_with(Instant::now).elapsed()))
-    }
-
-    /// Where it is.
-    pub(super) fn state(&mut self) -> Result<Is, DriverError> {
-        Ok(match self.delay()? {
-            None => Is::Over,
-            Some(delay) if delay > self.limit => Is::Starving,
-            Some(_) => Is::OnItsWay,
+        let free = self.free.get_or_insert_with(Instant::now);
+        Ok(if free.elapsed() > self.limit {
+            Is::Starving
+        } else {
+            Is::OnItsWay
         })
     }
 }
@@ -79,6 +75,8 @@ impl Passage {
 /// What can be said of a kernel's passage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Is {
+    /// It waits for compute of the engine, and so does all that is put behind it.
+    Computing,
     OnItsWay,
     Starving,
     Over,
