@@ -17,6 +17,10 @@ use crate::region::Region;
 /// A thread that wakes by itself so soon is not woken for a job: the system call would cost the
 /// caller more than all the rest of a submit.
 const SOON: Duration = Duration::from_micros(25);
+/// How often it looks for jobs by itself once there have been none for [`QUIET`]: that costs a few per
+/// cent of a core.
+const NOW_AND_THEN: Duration = Duration::from_micros(200);
+const QUIET: Duration = Duration::from_millis(1);
 
 /// Everything one thread works with.
 pub(super) struct Lane {
@@ -205,7 +209,7 @@ impl Lane {
             };
             match at {
                 Some(at) => {
-                    let soon = at.saturating_duration_since(Instant::now()) <= SOON;
+                    let soon = at.saturating_duration_since(Instant::now()) <= NOW_AND_THEN;
                     state.wakes_soon[lane(self.kind)] = soon;
                     wake.wait_until(&mut state, at);
                     state.wakes_soon[lane(self.kind)] = false;
@@ -228,12 +232,13 @@ impl Lane {
         let now = Instant::now();
         let for_whom = self.backend.linger();
         let active = self.active?;
-        (now.saturating_duration_since(active) < for_whom)
-            .then(|| now + SOON)
-            .or_else(|| {
-                self.active = None;
-                None
-            })
+        let idle = now.saturating_duration_since(active);
+        if idle >= for_whom {
+            self.active = None;
+            return None;
+        }
+        let pause = if idle < QUIET { SOON } else { NOW_AND_THEN };
+        Some(now + pause)
     }
 
     /// Hands a job's copies to the backend.
