@@ -1,6 +1,7 @@
 //! The engine over the CUDA backend: what a worker with a GPU uses.
 
 use std::fmt;
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +22,7 @@ use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
 use super::shared::{Common, Counters, CudaFaults};
 use super::staging::Staging;
 use crate::backend::Backend;
-use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats, panic_text};
+use crate::engine::{Engine, EngineConfig, ShutdownReport, panic_text};
 use crate::error::{StartError, SubmitError, WaitTimeout};
 use crate::host::KeepAlive;
 use crate::notices::Notices;
@@ -85,7 +86,6 @@ pub struct CudaEngine {
     ready_bytes: Arc<AtomicU64>,
     pin_times: Arc<PinTimes>,
     region_bytes: u64,
-    region_address: usize,
     skip_stream_wait: bool,
 }
 
@@ -214,7 +214,6 @@ impl CudaEngine {
             ready_bytes,
             pin_times,
             region_bytes: region.bytes(),
-            region_address: region.base_address(),
             skip_stream_wait: faults.skip_stream_wait,
         })
     }
@@ -244,28 +243,6 @@ impl CudaEngine {
         })?;
         self.engine
             .submit_after(kind, job, geometry, Some(Box::new(mark)))
-    }
-
-    /// All ends since the last call; see [`Engine::take_finished`].
-    #[must_use]
-    pub fn take_finished(&self) -> Vec<Completion> {
-        self.engine.take_finished()
-    }
-
-    /// All ends, or one failure alone; see [`Engine::take_finished_or_failure`].
-    ///
-    /// # Errors
-    /// The oldest failed job; all other ends stay for the next call.
-    pub fn take_finished_or_failure(&self) -> Result<Vec<Completion>, Completion> {
-        self.engine.take_finished_or_failure()
-    }
-
-    /// Blocks until none of these jobs is live; see [`Engine::wait`].
-    ///
-    /// # Errors
-    /// Some have not ended in time.
-    pub fn wait(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
-        self.engine.wait(jobs, timeout)
     }
 
     /// Blocks until the copies of these jobs are in the device's queues, or over, and has `stream`
@@ -306,25 +283,11 @@ impl CudaEngine {
         }
     }
 
-    /// Blocks until no job is live of those that are now; see [`Engine::drain`].
-    ///
-    /// # Errors
-    /// Some have not ended in time.
-    pub fn drain(&self, timeout: Duration) -> Result<(), WaitTimeout> {
-        self.engine.drain(timeout)
-    }
-
     /// Ends the engine, then the registrations, and unmaps the region; see [`Engine::shutdown`].
     pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
         let report = self.engine.shutdown(timeout);
         drop(self.pinner.lock().take());
         report
-    }
-
-    /// A snapshot of the counters.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        self.engine.stats()
     }
 
     /// Counters that only this backend has.
@@ -358,12 +321,6 @@ impl CudaEngine {
         self.common.notices.take()
     }
 
-    /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.
-    #[must_use]
-    pub fn region_address(&self) -> usize {
-        self.region_address
-    }
-
     /// Name of the device.
     #[must_use]
     pub fn device_name(&self) -> &str {
@@ -388,6 +345,16 @@ impl CudaEngine {
         let many = 64;
         self.chooser
             .choose(kind, many, many * fragment_bytes, 1 << 30)
+    }
+}
+
+/// What is done with jobs is the engine's business; but they have to be submitted with a stream, by
+/// [`CudaEngine::submit`]. (The backend refuses others.)
+impl Deref for CudaEngine {
+    type Target = Engine;
+
+    fn deref(&self) -> &Engine {
+        &self.engine
     }
 }
 

@@ -58,6 +58,7 @@ pub struct Engine {
     /// Working memory of the checks at a submit.
     scratch: Mutex<CheckScratch>,
     shutdown_timeout: Duration,
+    region_address: usize,
 }
 
 /// What callers and threads share. The region is not in it: the threads own it, so that it is
@@ -117,6 +118,7 @@ impl Engine {
             threads: Mutex::default(),
             scratch,
             shutdown_timeout: config.shutdown_timeout,
+            region_address: region.base_address(),
         };
         let kinds = [
             (JobKind::Store, "kvoffload-store"),
@@ -319,6 +321,12 @@ impl Engine {
             }
         }
         report
+    }
+
+    /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.
+    #[must_use]
+    pub fn region_address(&self) -> usize {
+        self.region_address
     }
 
     /// A snapshot of the counters.

@@ -1,8 +1,8 @@
 //! The engine over the host backend: what a worker without a GPU uses.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, PageRef, TensorLayout};
@@ -11,8 +11,8 @@ use kvoffload_core::plan::Geometry;
 use super::faults::FaultPlan;
 use super::{HostBackend, HostMemory, KeepAlive};
 use crate::backend::Backend;
-use crate::engine::{Completion, Engine, EngineConfig, ShutdownReport, Stats};
-use crate::error::{StartError, SubmitError, WaitTimeout};
+use crate::engine::{Engine, EngineConfig};
+use crate::error::{StartError, SubmitError};
 use crate::region::Region;
 
 /// A KV-cache tensor in ordinary memory.
@@ -46,13 +46,10 @@ pub struct HostConfig {
 
 /// Stores chunks of tensors in ordinary memory into a region of its own, and loads them back.
 ///
-/// All methods may be called from several threads. Only [`HostEngine::wait`] and
-/// [`HostEngine::shutdown`] wait for copies.
+/// All methods, those of [`Engine`] too, may be called from several threads. Only [`Engine::wait`] and
+/// its like and [`Engine::shutdown`] wait for copies.
 #[derive(Debug)]
-pub struct HostEngine {
-    engine: Engine,
-    region_address: usize,
-}
+pub struct HostEngine(Engine);
 
 impl HostEngine {
     /// Makes the region and starts the engine.
@@ -100,17 +97,7 @@ impl HostEngine {
         let backends = [JobKind::Store, JobKind::Load].map(|kind| -> Box<dyn Backend> {
             Box::new(HostBackend::new(kind, Arc::clone(&memory), faults.clone()))
         });
-        let region_address = region.base_address();
-        Ok(Self {
-            engine: Engine::start(layout, &region, backends, &config.engine)?,
-            region_address,
-        })
-    }
-
-    /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.
-    #[must_use]
-    pub fn region_address(&self) -> usize {
-        self.region_address
+        Engine::start(layout, &region, backends, &config.engine).map(Self)
     }
 
     /// Queues a copy from blocks to slots; see [`Engine::submit`].
@@ -118,7 +105,7 @@ impl HostEngine {
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
     pub fn submit_store(&self, job: u64, geometry: Geometry<'_>) -> Result<(), SubmitError> {
-        self.engine.submit(JobKind::Store, job, geometry)
+        self.0.submit(JobKind::Store, job, geometry)
     }
 
     /// Queues a copy from slots to blocks; see [`Engine::submit`].
@@ -126,57 +113,16 @@ impl HostEngine {
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
     pub fn submit_load(&self, job: u64, geometry: Geometry<'_>) -> Result<(), SubmitError> {
-        self.engine.submit(JobKind::Load, job, geometry)
+        self.0.submit(JobKind::Load, job, geometry)
     }
+}
 
-    /// All ends since the last call; see [`Engine::take_finished`].
-    #[must_use]
-    pub fn take_finished(&self) -> Vec<Completion> {
-        self.engine.take_finished()
-    }
+/// What is done with jobs is the engine's business.
+impl Deref for HostEngine {
+    type Target = Engine;
 
-    /// All ends, or one failure alone; see [`Engine::take_finished_or_failure`].
-    ///
-    /// # Errors
-    /// The oldest failed job; all other ends stay for the next call.
-    pub fn take_finished_or_failure(&self) -> Result<Vec<Completion>, Completion> {
-        self.engine.take_finished_or_failure()
-    }
-
-    /// Blocks until none of these jobs is live; see [`Engine::wait`].
-    ///
-    /// # Errors
-    /// Some have not ended in time.
-    pub fn wait(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
-        self.engine.wait(jobs, timeout)
-    }
-
-    /// Blocks until the copies of these jobs are over, or in the device's queues; see
-    /// [`Engine::wait_enqueued`].
-    ///
-    /// # Errors
-    /// Some have got to neither in time.
-    pub fn wait_enqueued(&self, jobs: &[u64], timeout: Duration) -> Result<(), WaitTimeout> {
-        self.engine.wait_enqueued(jobs, timeout)
-    }
-
-    /// Blocks until no job is live of those that are now; see [`Engine::drain`].
-    ///
-    /// # Errors
-    /// Some have not ended in time.
-    pub fn drain(&self, timeout: Duration) -> Result<(), WaitTimeout> {
-        self.engine.drain(timeout)
-    }
-
-    /// Ends the engine and unmaps the region; see [`Engine::shutdown`].
-    pub fn shutdown(&self, timeout: Duration) -> ShutdownReport {
-        self.engine.shutdown(timeout)
-    }
-
-    /// A snapshot of the counters.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        self.engine.stats()
+    fn deref(&self) -> &Engine {
+        &self.0
     }
 }
 
