@@ -1,7 +1,7 @@
 //! Moves the bytes of KV-cache chunks between device memory and host memory.
 //!
-//! Follow one job: [`HostEngine::submit_store`] checks it and puts it into the [`engine`]'s queue;
-//! the thread of its direction hands it to a [`backend`], which asks for its copies one by one; when
+//! Follow one job: [`HostEngine::submit_store`], or [`cuda::CudaEngine::submit`] on a GPU, checks it and
+//! puts it into the [`engine`]'s queue; the thread of its direction hands it to a [`backend`], which asks for its copies one by one; when
 //! they are over, its [`Completion`] waits in a queue until [`Engine::take_finished`] takes it. The host
 //! side of every copy lies in a [`region`]; [`verify`] can prove that a slot still holds what was
 //! stored.

@@ -438,3 +438,71 @@ fn a_missing_wait_shows() {
         assert!(shows, "{faults:?} on the {} path", path.name());
     }
 }
+
+/// Stores half the slots from half the blocks, the lower or the upper ones.
+fn store_half(rig: &mut Rig, upper: bool) -> u64 {
+    let (block, slot) = if upper {
+        (BLOCKS / 2, SLOTS / 2)
+    } else {
+        (0, 0)
+    };
+    let slots: Vec<usize> = (slot..slot + SLOTS / 2).collect();
+    let blocks: Vec<usize> = (block..block + SLOTS / 2).collect();
+    for (&block, &slot) in blocks.iter().zip(&slots) {
+        rig.slots[slot] = Some(vec![rig.blocks[block].clone()]);
+    }
+    rig.submit(JobKind::Store, blocks, &slots);
+    rig.jobs
+}
+
+/// Makes a rig whose compute stream stands until the gate, an event, is opened.
+fn gated(path: CopyPath) -> (Rig, u64) {
+    let mut rig = Rig::new(Setup {
+        path,
+        ..Setup::default()
+    });
+    rig.write();
+    let gate = fresh();
+    let device = &rig.engine.common.device;
+    device.push(rig.compute, Op::Wait(gate));
+    (rig, gate)
+}
+
+fn open(rig: &Rig, gate: u64) {
+    let device = &rig.engine.common.device;
+    device.push(fresh() as usize, Op::Record(gate));
+}
+
+#[test]
+fn a_job_that_waits_for_compute_holds_up_no_other() {
+    for path in [Path::Direct, Path::Staged] {
+        let (mut rig, gate) = gated(CopyPath::Only(path));
+        let late = store_half(&mut rig, false);
+        let stands = rig.compute;
+        rig.compute = fresh() as usize;
+        let early = store_half(&mut rig, true);
+        rig.engine.wait(&[early], LONG).unwrap();
+        let waits = rig.engine.wait(&[late], Duration::from_millis(20));
+        assert!(waits.is_err(), "its compute is not done");
+        open(&rig, gate);
+        rig.compute = stands;
+        assert!(rig.is_right());
+    }
+}
+
+#[test]
+fn nor_does_one_that_somebody_waits_for_where_there_is_another_way() {
+    let (mut rig, gate) = gated(CopyPath::Auto);
+    let late = store_half(&mut rig, false);
+    let stands = rig.compute;
+    rig.compute = fresh() as usize;
+    // SAFETY: a stream of the simulated device.
+    unsafe { rig.engine.wait_on(&[late], rig.compute, LONG) }.unwrap();
+    // On a third stream, since the second one stands as well now.
+    rig.compute = fresh() as usize;
+    let early = store_half(&mut rig, true);
+    rig.engine.wait(&[early], LONG).unwrap();
+    open(&rig, gate);
+    rig.compute = stands;
+    assert!(rig.is_right());
+}
