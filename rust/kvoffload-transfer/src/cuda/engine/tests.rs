@@ -40,6 +40,7 @@ struct Rig {
     /// Jobs that are not known to be over or waited for, and their blocks.
     live: Vec<(u64, bool, Vec<usize>)>,
     jobs: u64,
+    refused: Vec<SubmitError>,
     random: u64,
     wrong: Arc<AtomicBool>,
 }
@@ -102,6 +103,7 @@ impl Rig {
             per_chunk: per_chunk as usize,
             live: Vec::new(),
             jobs: 0,
+            refused: Vec::new(),
             random: u64::from(setup.seed) ^ 0x5151,
             wrong: Arc::default(),
         }
@@ -198,9 +200,10 @@ impl Rig {
             slots: &places,
         };
         // SAFETY: a stream of the simulated device.
-        let submitted = unsafe { self.engine.submit(kind, self.jobs, geometry, self.compute) };
-        submitted.unwrap();
-        self.live.push((self.jobs, kind == JobKind::Load, blocks));
+        match unsafe { self.engine.submit(kind, self.jobs, geometry, self.compute) } {
+            Ok(()) => self.live.push((self.jobs, kind == JobKind::Load, blocks)),
+            Err(error) => self.refused.push(error),
+        }
     }
 
     fn store(&mut self) {
@@ -263,6 +266,7 @@ impl Rig {
             thread::yield_now();
         }
         self.take();
+        assert_eq!(self.refused, []);
         let mut right = !self.wrong.load(Ordering::Relaxed);
         for (block, pages) in self.blocks.iter().enumerate() {
             for (tensor, page) in pages.iter().enumerate() {
@@ -505,4 +509,70 @@ fn nor_does_one_that_somebody_waits_for_where_there_is_another_way() {
     open(&rig, gate);
     rig.compute = stands;
     assert!(rig.is_right());
+}
+
+/// Whatever call of the driver fails once: the job is copied on the other path, and its bytes are right.
+#[test]
+fn one_failed_call_is_made_good() {
+    for call in 1..60 {
+        for path in [Path::Direct, Path::Staged] {
+            let mut rig = Rig::new(Setup {
+                seed: call as u32,
+                path: CopyPath::Only(path),
+                per_chunk: 2,
+                ..Setup::default()
+            });
+            rig.write();
+            *rig.engine.common.device.failure.lock() = Some((call, 1));
+            rig.store();
+            rig.load();
+            rig.store();
+            rig.read();
+            assert!(rig.is_right(), "call {call} on the {} path", path.name());
+        }
+    }
+}
+
+/// A context that is lost at any call: every job ends with an error, and later ones are refused.
+#[test]
+fn a_lost_context_ends_all_jobs() {
+    for call in 1..30 {
+        let mut rig = Rig::new(Setup {
+            seed: call as u32,
+            ..Setup::default()
+        });
+        *rig.engine.common.device.failure.lock() = Some((call, 700));
+        for upper in [false, true, false] {
+            store_half(&mut rig, upper);
+        }
+        let taken: Vec<u64> = rig.live.iter().map(|(job, ..)| *job).collect();
+        rig.engine.wait(&taken, LONG).unwrap();
+        let ends = rig.engine.take_finished();
+        assert_eq!(ends.len(), taken.len());
+        let mut failed = ends.iter().filter(|end| end.outcome.is_err());
+        let lost = rig.engine.common.device.is_lost();
+        assert_eq!(
+            failed.next().is_some() || !rig.refused.is_empty(),
+            lost,
+            "call {call}"
+        );
+        if lost {
+            let (job, slots) = (99, [Slot::new(0)]);
+            let geometry = Geometry {
+                block_ids: &[0],
+                group_sizes: &[1],
+                block_indices: &[0],
+                slots: &slots,
+            };
+            // SAFETY: a stream of the simulated device.
+            let refused = unsafe { rig.engine.submit(JobKind::Store, job, geometry, 0) };
+            assert_eq!(refused, Err(SubmitError::DeviceLost { job }));
+            let notices = rig.engine.take_notices();
+            let said = notices
+                .iter()
+                .filter(|text| text.contains("context is lost"))
+                .count();
+            assert_eq!(said, 1, "{notices:?}");
+        }
+    }
 }

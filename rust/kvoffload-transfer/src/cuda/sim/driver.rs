@@ -158,6 +158,8 @@ pub(super) fn fresh() -> u64 {
 
 pub(super) struct Device {
     pub(super) world: Mutex<World>,
+    /// Which call of the driver from now on fails, and with which code; from 700 on all later ones, too.
+    pub(super) failure: Mutex<Option<(u64, u32)>>,
     lost: AtomicBool,
 }
 
@@ -173,6 +175,7 @@ impl Device {
                 random: u64::from(ordinal),
                 ..World::default()
             }),
+            failure: Mutex::new(None),
             lost: AtomicBool::new(false),
         }))
     }
@@ -235,6 +238,28 @@ impl Device {
     /// None is needed.
     #[expect(clippy::unused_self, reason = "the real one has a context")]
     pub(super) unsafe fn unregister(&self, _address: *mut u8) {}
+
+    /// One call of the driver.
+    pub(super) fn call(&self, call: &'static str) -> Result<(), DriverError> {
+        let mut failure = self.failure.lock();
+        let Some((calls, code)) = &mut *failure else {
+            return Ok(());
+        };
+        *calls = calls.saturating_sub(1);
+        if *calls > 0 {
+            return Ok(());
+        }
+        let code = *code;
+        if code < 700 {
+            *failure = None;
+        }
+        Err(DriverError {
+            call,
+            code,
+            name: "CUDA_ERROR_SIMULATED".to_owned(),
+            text: "on purpose".to_owned(),
+        })
+    }
 
     pub(super) fn push(&self, stream: usize, op: Op) {
         let mut world = self.world.lock();

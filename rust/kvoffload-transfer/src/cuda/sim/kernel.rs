@@ -35,8 +35,7 @@ impl Kernel {
             list,
             count,
             staging,
-        });
-        Ok(())
+        })
     }
 
     pub(super) fn launch_empty(&self, stream: &Stream) -> Result<(), DriverError> {
@@ -45,7 +44,6 @@ impl Kernel {
             list: 0,
             count: 0,
             staging: 0,
-        });
-        Ok(())
+        })
     }
 }

@@ -49,6 +49,14 @@ impl Event {
     }
 
     pub(super) fn is_done(&self) -> Result<bool, DriverError> {
+        if self
+            .device
+            .failure
+            .lock()
+            .is_some_and(|(calls, code)| calls == 0 && code >= 700)
+        {
+            self.device.call("cuEventQuery")?;
+        }
         Ok(self.device.ask(self.id))
     }
 
@@ -63,9 +71,9 @@ pub(super) struct Stream {
     device: Arc<Device>,
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "the real ones may fail")]
 impl Stream {
     pub(super) fn record(&self, device: &Arc<Device>) -> Result<Event, DriverError> {
+        device.call("cuEventRecord")?;
         Ok(Event::on(device, self.id))
     }
 
@@ -76,6 +84,9 @@ impl Stream {
         batch: &mut Batch,
         _pageable: bool,
     ) -> Result<(), DriverError> {
+        self.device
+            .call("cuMemcpyBatchAsync")
+            .inspect_err(|_| batch.clear())?;
         for at in 0..batch.sizes.len() {
             let op = Op::Copy {
                 target: batch.targets[at],
@@ -89,15 +100,21 @@ impl Stream {
     }
 
     pub(super) fn wait(&self, event: &Event) -> Result<(), DriverError> {
+        self.device.call("cuStreamWaitEvent")?;
         self.device.push(self.id, Op::Wait(event.id));
         Ok(())
     }
 
-    pub(super) fn push(&self, op: Op) {
+    pub(super) fn push(&self, op: Op) -> Result<(), DriverError> {
+        self.device.call("cuLaunchKernel")?;
         self.device.push(self.id, op);
+        Ok(())
     }
 
     pub(super) fn synchronize(&self) -> Result<(), DriverError> {
+        if self.device.is_lost() {
+            self.device.call("cuStreamSynchronize")?;
+        }
         while !self.device.drain(self.id) {
             std::thread::yield_now(); // Another stream goes on first, or room is made.
         }
