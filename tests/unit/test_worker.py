@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,3 +273,30 @@ def test_a_failure_does_not_take_other_results_with_it() -> None:
     assert len(failed) == len(done) == 2
     assert failed | done == {0, 1, 2, 3}
     side.shutdown()
+
+
+def test_what_is_left_is_ended_at_exit() -> None:
+    """A process that forgets the shutdown ends, and its forked child leaves the parent's worker."""
+    code = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from shapes import kv_caches, make_spec
+from kvoffload_rs.vllm import worker
+made = make_spec(engine_id="left").get_worker(kv_caches())
+child = os.fork()
+if child == 0:
+    worker._shut_down_all()
+    os._exit(int(made.transfers.closed))
+_, status = os.waitpid(child, 0)
+assert status == 0, "the child has ended the parent's worker"
+assert not made.transfers.closed
+worker._shut_down_all()
+assert made.transfers.closed
+print("ended")
+"""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, here], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("ended")

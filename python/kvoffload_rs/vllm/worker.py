@@ -10,6 +10,7 @@ failed raises, and success is never reported for bytes that did not arrive.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -26,13 +27,18 @@ _GPU_MEDIUM = "GPU"
 # so that an engine that was dropped without a shutdown does not block the next one.
 _live: weakref.WeakValueDictionary[tuple[str, int], RankTransfers] = weakref.WeakValueDictionary()
 _live_lock = threading.Lock()
+_process = os.getpid()
 
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Ends every worker that is left before the driver and the interpreter go."""
-    for transfers in list(_live.values()):
-        transfers.shutdown()
+    """Ends every worker that is left before the driver and the interpreter go.
+
+    In a forked child their threads do not exist, and nothing there is the child's to end.
+    """
+    if os.getpid() == _process:
+        for transfers in list(_live.values()):
+            transfers.shutdown()
 
 
 class RankTransfers:
