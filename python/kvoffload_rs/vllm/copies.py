@@ -17,7 +17,47 @@ Shapes = Sequence[tuple[int, int, int, int]]
 Groups = Sequence[Sequence[tuple[int, int]]]
 
 
-class HostCopies:
+class _Copies:
+    """What both have in common: jobs as vLLM's specs describe them.
+
+    Attributes:
+        _core: the Rust worker.
+    """
+
+    _core: Any
+
+    def _after(self) -> tuple[int, ...]:
+        """What a job comes after, for its submit."""
+        return ()
+
+    def submit_store(self, job_id: int, gpu: Any, host: Any) -> None:
+        """Queues a copy from blocks to slots."""
+        self._core.submit_store(
+            job_id,
+            gpu.block_ids,
+            gpu.group_sizes,
+            gpu.block_indices,
+            host.block_ids,
+            *self._after(),
+        )
+
+    def submit_load(self, job_id: int, host: Any, gpu: Any) -> None:
+        """Queues a copy from slots to blocks."""
+        self._core.submit_load(
+            job_id,
+            host.block_ids,
+            gpu.block_ids,
+            gpu.group_sizes,
+            gpu.block_indices,
+            *self._after(),
+        )
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Waits until the jobs are over; with a stream, until they are for what follows on it."""
+        self._core.wait(job_ids, *self._after())
+
+
+class HostCopies(_Copies):
     """Copies of KV caches in ordinary memory."""
 
     def __init__(
@@ -39,22 +79,6 @@ class HostCopies:
         self.shutdown = self._core.shutdown
         self.stats = self._core.stats
 
-    def submit_store(self, job_id: int, gpu: Any, host: Any) -> None:
-        """Queues a copy from blocks to slots."""
-        self._core.submit_store(
-            job_id, gpu.block_ids, gpu.group_sizes, gpu.block_indices, host.block_ids
-        )
-
-    def submit_load(self, job_id: int, host: Any, gpu: Any) -> None:
-        """Queues a copy from slots to blocks."""
-        self._core.submit_load(
-            job_id, host.block_ids, gpu.block_ids, gpu.group_sizes, gpu.block_indices
-        )
-
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until the jobs are over."""
-        self._core.wait(job_ids)
-
     def take_notices(self) -> list[str]:
         """Nothing: this backend has nothing to say."""
         return []
@@ -64,7 +88,7 @@ class HostCopies:
         return "copies in ordinary memory"
 
 
-class CudaCopies:
+class CudaCopies(_Copies):
     """Copies of KV caches on one CUDA device."""
 
     def __init__(
@@ -95,31 +119,9 @@ class CudaCopies:
         self.take_notices = self._core.take_notices
         self._stream: Callable[[], int] = lambda: torch.cuda.current_stream(device).cuda_stream
 
-    def submit_store(self, job_id: int, gpu: Any, host: Any) -> None:
-        """Queues a copy from blocks to slots, after what is on the current stream."""
-        self._core.submit_store(
-            job_id,
-            gpu.block_ids,
-            gpu.group_sizes,
-            gpu.block_indices,
-            host.block_ids,
-            self._stream(),
-        )
-
-    def submit_load(self, job_id: int, host: Any, gpu: Any) -> None:
-        """Queues a copy from slots to blocks, after what is on the current stream."""
-        self._core.submit_load(
-            job_id,
-            host.block_ids,
-            gpu.block_ids,
-            gpu.group_sizes,
-            gpu.block_indices,
-            self._stream(),
-        )
-
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Returns when the copies are in the device's queues; the current stream waits for them."""
-        self._core.wait(job_ids, self._stream())
+    def _after(self) -> tuple[int, ...]:
+        """What is on the current stream by now."""
+        return (self._stream(),)
 
     def describe(self) -> str:
         """One line about how copies are made, and why so."""

@@ -184,7 +184,8 @@ class RankTransfers:
 
     def stats(self) -> dict[str, int]:
         """Counters of the Rust worker."""
-        return self._core.stats()
+        stats: dict[str, int] = self._core.stats()
+        return stats
 
     def _say(self) -> None:
         for text in self._core.take_notices():

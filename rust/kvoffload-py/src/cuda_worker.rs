@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use kvoffload_core::plan::Geometry;
-use kvoffload_core::pool::Slot;
 use kvoffload_transfer::cuda::{
     self, CopyPath, CudaConfig, CudaEngine, CudaFaults, DeviceTensor, Path, Pinning,
 };
@@ -12,9 +10,9 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{Numbers, cast, ids};
+use crate::convert::{Numbers, cast};
 use crate::worker::{
-    Finished, config_error, finished, job_list, page_refs, shapes, start_error, submit_error,
+    Finished, Parts, config_error, finished, job_list, page_refs, shapes, start_error, submit,
     timeout, verify_mode, wait_error,
 };
 
@@ -240,32 +238,16 @@ impl CudaWorker {
         py: Python<'_>,
         kind: JobKind,
         job: u64,
-        parts: (&Bound<'_, PyAny>, &[u32], &[u64], &Bound<'_, PyAny>),
+        parts: Parts<'_, '_>,
         stream: usize,
     ) -> PyResult<()> {
-        let (block_ids, group_sizes, block_indices, slots) = parts;
-        // Taken out, because errors are Python objects, and making one may run other code.
-        let mut numbers = std::mem::take(&mut *self.numbers.lock());
-        ids(
-            py,
-            job,
-            "block_ids",
-            block_ids,
-            |id| id,
-            &mut numbers.block_ids,
-        )?;
-        ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
-        let geometry = Geometry {
-            block_ids: &numbers.block_ids,
-            group_sizes,
-            block_indices,
-            slots: &numbers.slots,
-        };
-        #[expect(unsafe_code, reason = "PyTorch hands streams over as numbers")]
-        // SAFETY: the caller passes the handle of a stream of this device that exists.
-        let submitted = unsafe { self.engine.submit(kind, job, geometry, stream) };
-        *self.numbers.lock() = numbers;
-        submitted.map_err(|error| submit_error(py, &error))
+        submit(py, &self.numbers, job, parts, |geometry| {
+            #[expect(unsafe_code, reason = "PyTorch hands streams over as numbers")]
+            // SAFETY: the caller passes the handle of a stream of this device that exists.
+            unsafe {
+                self.engine.submit(kind, job, geometry, stream)
+            }
+        })
     }
 }
 

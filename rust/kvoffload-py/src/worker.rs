@@ -95,15 +95,8 @@ impl HostWorker {
         block_indices: Vec<u64>,
         slots: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        self.submit(
-            py,
-            JobKind::Store,
-            job_id,
-            block_ids,
-            &group_sizes,
-            &block_indices,
-            slots,
-        )
+        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        self.submit(py, JobKind::Store, job_id, parts)
     }
 
     /// Starts copying slots to blocks.
@@ -116,15 +109,8 @@ impl HostWorker {
         group_sizes: Vec<u32>,
         block_indices: Vec<u64>,
     ) -> PyResult<()> {
-        self.submit(
-            py,
-            JobKind::Load,
-            job_id,
-            block_ids,
-            &group_sizes,
-            &block_indices,
-            slots,
-        )
+        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        self.submit(py, JobKind::Load, job_id, parts)
     }
 
     /// (job, whether it is a store, bytes, seconds) of what is over since the last call.
@@ -175,43 +161,16 @@ impl HostWorker {
             .min(EngineConfig::default().shutdown_timeout)
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the parts of a job as Python gives them"
-    )]
     fn submit(
         &self,
         py: Python<'_>,
         kind: JobKind,
         job: u64,
-        block_ids: &Bound<'_, PyAny>,
-        group_sizes: &[u32],
-        block_indices: &[u64],
-        slots: &Bound<'_, PyAny>,
+        parts: Parts<'_, '_>,
     ) -> PyResult<()> {
-        // Taken out, because errors are Python objects, and making one may run other code.
-        let mut numbers = std::mem::take(&mut *self.numbers.lock());
-        ids(
-            py,
-            job,
-            "block_ids",
-            block_ids,
-            |id| id,
-            &mut numbers.block_ids,
-        )?;
-        ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
-        let geometry = Geometry {
-            block_ids: &numbers.block_ids,
-            group_sizes,
-            block_indices,
-            slots: &numbers.slots,
-        };
-        let submitted = match kind {
-            JobKind::Store => self.engine.submit_store(job, geometry),
-            JobKind::Load => self.engine.submit_load(job, geometry),
-        };
-        *self.numbers.lock() = numbers;
-        submitted.map_err(|error| submit_error(py, &error))
+        submit(py, &self.numbers, job, parts, |geometry| {
+            self.engine.submit(kind, job, geometry)
+        })
     }
 }
 
@@ -221,6 +180,37 @@ impl Drop for HostWorker {
         // If the interpreter is ending, the engine's own drop does the same.
         Python::try_attach(|py| py.detach(|| self.engine.shutdown(self.shutdown_timeout())));
     }
+}
+
+/// Blocks, group sizes, block indices and slots of a job, as Python gives them.
+pub(crate) type Parts<'a, 'py> = (
+    &'a Bound<'py, PyAny>,
+    &'a [u32],
+    &'a [u64],
+    &'a Bound<'py, PyAny>,
+);
+
+/// Reads a job's numbers and submits it.
+pub(crate) fn submit(
+    py: Python<'_>,
+    kept: &Mutex<Numbers>,
+    job: u64,
+    (block_ids, group_sizes, block_indices, slots): Parts<'_, '_>,
+    submit: impl FnOnce(Geometry<'_>) -> Result<(), SubmitError>,
+) -> PyResult<()> {
+    // Taken out, because errors are Python objects, and making one may run other code.
+    let mut numbers = std::mem::take(&mut *kept.lock());
+    let blocks = &mut numbers.block_ids;
+    ids(py, job, "block_ids", block_ids, |id| id, blocks)?;
+    ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
+    let submitted = submit(Geometry {
+        block_ids: &numbers.block_ids,
+        group_sizes,
+        block_indices,
+        slots: &numbers.slots,
+    });
+    *kept.lock() = numbers;
+    submitted.map_err(|error| submit_error(py, &error))
 }
 
 /// Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.
@@ -382,7 +372,7 @@ pub(crate) fn start_error(py: Python<'_>, error: &StartError) -> PyErr {
     )
 }
 
-pub(crate) fn submit_error(py: Python<'_>, error: &SubmitError) -> PyErr {
+fn submit_error(py: Python<'_>, error: &SubmitError) -> PyErr {
     let class = match error {
         SubmitError::Closed { .. } | SubmitError::DeviceLost { .. } => "EngineClosedError",
         SubmitError::Driver { .. } => "TransferError",
