@@ -1,8 +1,9 @@
 //! Transfers under way: what each is about, and which ranks have not yet reported it.
 //!
-//! A job carries its slots and their generations, so its completion never has to look anything up.
+//! A job carries what its completion needs (its body), so that nothing has to be looked up again.
 //! It is over when every rank has reported exactly once, in whatever order, and it has failed if one
-//! rank failed. A reset voids the jobs begun before it: their reports are expected, and ignored.
+//! rank failed. A reset voids the jobs begun before it: they stay until every rank has reported them,
+//! because until then somebody copies.
 //!
 //! This is for a connector of our own. With `KvOffloadSpec`, vLLM's connector counts the ranks.
 
@@ -11,8 +12,6 @@ use std::fmt;
 
 use foldhash::fast::FixedState;
 use thiserror::Error;
-
-use crate::pool::{Generation, Slot};
 
 /// A job's name: unique for the life of its table, counting from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -33,19 +32,17 @@ pub enum JobKind {
     Load,
 }
 
-/// What a job is about.
+/// A transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Job {
+pub struct Job<B> {
     /// Its name.
     pub id: JobId,
     /// Its direction.
     pub kind: JobKind,
-    /// The request that wants it, a number of the caller's.
-    pub request: u64,
-    /// The slots it reads or writes.
-    pub slots: Box<[Slot]>,
-    /// The generation of each slot when the job began, in the order of `slots`.
-    pub generations: Box<[Generation]>,
+    /// A reset has voided it: its end changes nothing but that it is over.
+    pub void: bool,
+    /// What it is about.
+    pub body: B,
 }
 
 /// One rank's report that its part of a job went wrong.
@@ -59,25 +56,23 @@ pub struct Failure {
 
 /// A job that every rank has reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finished {
+pub struct Finished<B> {
     /// The job.
-    pub job: Job,
+    pub job: Job<B>,
     /// The ranks that failed, in the order of their reports. Empty: every byte is there.
     pub failures: Vec<Failure>,
 }
 
 /// What a report led to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Report {
+pub enum Report<B> {
     /// Other ranks have still to report.
     Pending {
         /// How many.
         ranks_left: u32,
     },
     /// This was the last one; the job has left the table.
-    Finished(Finished),
-    /// The job was begun before the last reset; counted, no effect.
-    Voided,
+    Finished(Finished<B>),
 }
 
 /// Why a call was refused. The table is as it was.
@@ -91,14 +86,6 @@ pub enum JobError {
     Full {
         /// The table's limit.
         limit: usize,
-    },
-    /// Not one generation per slot.
-    #[error("the job has {slots} slots and {generations} generations; one per slot")]
-    HandleCount {
-        /// Number of slots.
-        slots: usize,
-        /// Number of generations.
-        generations: usize,
     },
     /// Never begun, or finished already.
     #[error("job {job} is not under way: it was never begun, or every rank has reported it")]
@@ -128,54 +115,38 @@ pub enum JobError {
 
 /// The jobs under way, at most a fixed number.
 #[derive(Debug)]
-pub struct JobTable {
-    live: HashMap<JobId, Live, FixedState>,
+pub struct JobTable<B> {
+    live: HashMap<JobId, Live<B>, FixedState>,
     limit: usize,
     num_ranks: u32,
     /// The name of the next job.
     next: u64,
-    /// Jobs with a smaller number than this were begun before the last reset.
-    epoch: u64,
-    voided_reports: u64,
 }
 
 #[derive(Debug)]
-struct Live {
-    job: Job,
+struct Live<B> {
+    job: Job<B>,
     waiting: RankSet,
     failures: Vec<Failure>,
 }
 
-impl JobTable {
+impl<B> JobTable<B> {
     /// A table for at most `limit` jobs at a time, each to be reported by the ranks `0..num_ranks`.
     pub fn new(num_ranks: u32, limit: usize) -> Result<Self, JobError> {
         if num_ranks == 0 {
             return Err(JobError::NoRanks);
         }
-        let live = HashMap::with_hasher(FixedState::default());
         Ok(Self {
-            live,
+            live: HashMap::with_hasher(FixedState::default()),
             limit,
             num_ranks,
             next: 0,
-            epoch: 0,
-            voided_reports: 0,
         })
     }
 
-    /// Adds a job for `request` on `slots`, and names it.
-    pub fn begin(
-        &mut self,
-        kind: JobKind,
-        request: u64,
-        slots: Box<[Slot]>,
-        generations: Box<[Generation]>,
-    ) -> Result<JobId, JobError> {
-        if slots.len() != generations.len() {
-            let (slots, generations) = (slots.len(), generations.len());
-            return Err(JobError::HandleCount { slots, generations });
-        }
-        if self.live.len() >= self.limit {
+    /// Adds a job, and names it.
+    pub fn begin(&mut self, kind: JobKind, body: B) -> Result<JobId, JobError> {
+        if self.is_full() {
             return Err(JobError::Full { limit: self.limit });
         }
         let id = JobId(self.next);
@@ -183,17 +154,17 @@ impl JobTable {
         let job = Job {
             id,
             kind,
-            request,
-            slots,
-            generations,
+            void: false,
+            body,
         };
         let waiting = RankSet::all(self.num_ranks);
+        let failures = Vec::new();
         self.live.insert(
             id,
             Live {
                 job,
                 waiting,
-                failures: Vec::new(),
+                failures,
             },
         );
         Ok(id)
@@ -205,17 +176,13 @@ impl JobTable {
         id: JobId,
         rank: u32,
         outcome: Result<(), String>,
-    ) -> Result<Report, JobError> {
+    ) -> Result<Report<B>, JobError> {
         if rank >= self.num_ranks {
             return Err(JobError::UnknownRank {
                 job: id,
                 rank,
                 num_ranks: self.num_ranks,
             });
-        }
-        if id.0 < self.epoch {
-            self.voided_reports += 1;
-            return Ok(Report::Voided);
         }
         let live = self
             .live
@@ -238,20 +205,26 @@ impl JobTable {
         }
     }
 
-    /// Voids every job under way and returns them, oldest first. From now on reports of any job begun
-    /// until now are [`Report::Voided`].
-    ///
-    /// The caller answers for copies of these jobs that are still running.
-    pub fn void_all(&mut self) -> Vec<Job> {
-        self.epoch = self.next;
-        let mut voided: Vec<Job> = self.live.drain().map(|(_, live)| live.job).collect();
-        voided.sort_unstable_by_key(|job| job.id);
-        voided
+    /// Voids every job under way.
+    pub fn void_all(&mut self) {
+        for live in self.live.values_mut() {
+            live.job.void = true;
+        }
     }
 
     /// A job under way.
-    pub fn get(&self, id: JobId) -> Option<&Job> {
+    pub fn get(&self, id: JobId) -> Option<&Job<B>> {
         self.live.get(&id).map(|live| &live.job)
+    }
+
+    /// The jobs under way, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = &Job<B>> {
+        self.live.values().map(|live| &live.job)
+    }
+
+    /// Whether no other job can begin now.
+    pub fn is_full(&self) -> bool {
+        self.live.len() >= self.limit
     }
 
     /// Number of jobs under way.
@@ -272,11 +245,6 @@ impl JobTable {
     /// Number of ranks that report each job.
     pub fn num_ranks(&self) -> u32 {
         self.num_ranks
-    }
-
-    /// How many reports of voided jobs came so far.
-    pub fn voided_reports(&self) -> u64 {
-        self.voided_reports
     }
 }
 

@@ -18,3 +18,4 @@ pub mod manager;
 pub mod plan;
 pub mod policy;
 pub mod pool;
+pub mod requests;

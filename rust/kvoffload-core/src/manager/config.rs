@@ -49,8 +49,13 @@ impl Clock {
         Self(Arc::new(now))
     }
 
+    /// The time now.
+    pub fn elapsed(&self) -> Duration {
+        (self.0)()
+    }
+
     pub(super) fn now(&self) -> Tenths {
-        Tenths::of((self.0)())
+        Tenths::of(self.elapsed())
     }
 }
 
@@ -98,6 +103,9 @@ pub struct Config {
     /// Where not all keys of a store fit, store the first ones instead of none. vLLM's own connector
     /// moves its cursor past every key that it offered, so it never offers the others again.
     pub partial_admission: bool,
+    /// Remember why keys are not in the pool, for [`Manager::why_missed`](super::Manager::why_missed);
+    /// 16 bytes a slot.
+    pub reasons: bool,
     /// A chunk whose write has not ended after this time (to a tenth of a second) answers *miss*
     /// instead of *later*. Its slot stays out of use: the copy may still be running.
     pub write_deadline: Duration,
@@ -121,6 +129,7 @@ impl Config {
             store_threshold: 0,
             max_tracker_size: 64_000,
             partial_admission: false,
+            reasons: false,
             write_deadline: Duration::from_secs(600),
             clock: Clock::default(),
         }

@@ -1,9 +1,10 @@
 //! Loads: pin every chunk or none, release each pin once.
 
-use crate::pool::{Slot, SlotState};
+use crate::pool::{Pool, Slot, SlotState};
 
 use super::request::Handle;
-use super::{Manager, ManagerError, Request};
+use super::state::Inner;
+use super::{Manager, ManagerError, Missed, Request};
 
 impl Manager {
     /// Pins the chunks named `keys` for one load, and appends their slots to `slots` in the order
@@ -69,6 +70,29 @@ impl Manager {
         keys: impl IntoIterator<Item = &'k [u8]>,
         request: &mut Request,
     ) -> Result<(), ManagerError> {
+        self.end_load(keys, request, false)
+    }
+
+    /// As [`Manager::complete_load`], for a load that failed: its chunks leave the pool, because what
+    /// could not be read once is not worth another try. A key misses from now on; a slot that others
+    /// are reading is free when the last of them has ended.
+    ///
+    /// # Errors
+    /// As [`Manager::complete_load`].
+    pub fn discard_load<'k>(
+        &self,
+        keys: impl IntoIterator<Item = &'k [u8]>,
+        request: &mut Request,
+    ) -> Result<(), ManagerError> {
+        self.end_load(keys, request, true)
+    }
+
+    fn end_load<'k>(
+        &self,
+        keys: impl IntoIterator<Item = &'k [u8]>,
+        request: &mut Request,
+        discard: bool,
+    ) -> Result<(), ManagerError> {
         let mut inner = self.enter(request)?;
         let mut ended: Vec<(usize, Handle)> = Vec::new();
         for (position, key) in keys.into_iter().enumerate() {
@@ -91,10 +115,38 @@ impl Manager {
                 .pool
                 .unpin(slot, generation)
                 .expect("the request holds this pin");
-            if left == 0 {
+            if discard {
+                inner.condemn(slot);
+            }
+            if left == 0 && !inner.bury(&self.pool, slot) {
                 inner.policy.mark_evictable(slot);
             }
         }
+        inner.changes += 1;
         Ok(())
+    }
+}
+
+impl Inner {
+    /// Makes the chunk in a pinned slot unreachable; the slot is freed with its last pin.
+    fn condemn(&mut self, slot: Slot) {
+        if !self.condemned.contains(&slot) {
+            let key = self.unlink(slot);
+            self.why(key.as_bytes(), self.tags[slot.index()], Missed::Failed);
+            self.condemned.push(slot);
+            self.stats.discarded += 1;
+        }
+    }
+
+    /// Frees an unpinned slot if its chunk was condemned.
+    fn bury(&mut self, pool: &Pool, slot: Slot) -> bool {
+        let Some(at) = self.condemned.iter().position(|&other| other == slot) else {
+            return false;
+        };
+        self.condemned.swap_remove(at);
+        self.policy.remove(slot);
+        pool.release(slot, pool.generation(slot))
+            .expect("its last pin was just released");
+        true
     }
 }

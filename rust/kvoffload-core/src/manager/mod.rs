@@ -12,6 +12,7 @@ mod request;
 mod state;
 mod stats;
 mod store;
+mod why;
 
 pub use config::{Clock, Config, PolicyKind};
 pub use error::ManagerError;
@@ -19,7 +20,8 @@ pub use events::Event;
 pub use request::Request;
 pub use state::{KeyState, StateDump};
 pub use stats::Stats;
-pub use store::Prepared;
+pub use store::{Prepared, Room};
+pub use why::Missed;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -40,6 +42,19 @@ pub enum Answer {
     Hit,
     /// The chunk is being written: ask again.
     Later,
+}
+
+/// What a look at a key finds, for a connector that decides what to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The key is not in the pool.
+    Nothing,
+    /// The chunk is being written.
+    Writing,
+    /// The chunk is readable.
+    Ready,
+    /// The chunk is readable, and somebody is loading it.
+    Loading,
 }
 
 /// The host pool's bookkeeping.
@@ -95,6 +110,46 @@ impl Manager {
             }
         }
         (hits, Answer::Hit)
+    }
+
+    /// What each of `keys` is, appended to `found`; ends after the first that is not in the pool.
+    pub fn probe<'k>(&self, keys: impl IntoIterator<Item = &'k [u8]>, found: &mut Vec<Found>) {
+        let mut inner = self.inner.lock();
+        for key in keys {
+            let slot = inner.find(key, KeyHash::of(key));
+            let one = match inner.answer_for(&self.pool, slot) {
+                Answer::Miss => Found::Nothing,
+                Answer::Later => Found::Writing,
+                Answer::Hit => match slot {
+                    Some(slot) if self.pool.pins(slot) > 0 => Found::Loading,
+                    _ => Found::Ready,
+                },
+            };
+            found.push(one);
+            if one == Found::Nothing {
+                return;
+            }
+        }
+    }
+
+    /// Why a key that is not in the pool is not; [`Missed::NeverStored`] unless
+    /// [`Config::reasons`] is on.
+    pub fn why_missed(&self, key: &[u8]) -> Missed {
+        let inner = self.inner.lock();
+        let whys = inner.whys.as_ref();
+        whys.map_or(Missed::NeverStored, |whys| whys.get(KeyHash::of(key)))
+    }
+
+    /// Slots that a store could have now.
+    pub fn room(&self) -> usize {
+        let inner = self.inner.lock();
+        self.pool.free() as usize + inner.policy.evictable()
+    }
+
+    /// A number that grows with everything that can change the answer to a lookup: stores and loads
+    /// that end, evictions, resets.
+    pub fn changes(&self) -> u64 {
+        self.inner.lock().changes
     }
 
     /// Marks `keys` as used, last one first so that the head of the prefix ends up youngest.

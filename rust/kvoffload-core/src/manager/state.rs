@@ -10,6 +10,7 @@ use crate::sync::MutexGuard;
 use super::config::Tenths;
 use super::events::Events;
 use super::request::Entry;
+use super::why::{Missed, Whys};
 use super::{Answer, Clock, Config, Manager, ManagerError, PolicyKind, Request, Stats};
 
 /// Sizes of stores kept for a histogram that nobody fetches.
@@ -32,6 +33,12 @@ pub(super) struct Inner {
     pub(super) stats: Stats,
     pub(super) clock: Clock,
     write_deadline: Tenths,
+    /// Pinned slots whose chunk must not be read again.
+    pub(super) condemned: Vec<Slot>,
+    /// Why keys are not here.
+    pub(super) whys: Option<Whys>,
+    /// Grows with everything that can change the answer to a lookup.
+    pub(super) changes: u64,
     /// Reused by each store: victims, and slots held back from eviction.
     pub(super) victims: Vec<Slot>,
     pub(super) protected: Vec<Slot>,
@@ -63,6 +70,9 @@ impl Inner {
             },
             clock: config.clock,
             write_deadline: Tenths::of(config.write_deadline),
+            condemned: Vec::new(),
+            whys: config.reasons.then(|| Whys::new(config.num_slots)),
+            changes: 0,
             victims: Vec::new(),
             protected: Vec::new(),
             hashes: Vec::new(),
@@ -101,7 +111,13 @@ impl Inner {
     }
 
     pub(super) fn answer(&mut self, pool: &Pool, key: &[u8], hash: KeyHash) -> Answer {
-        let Some(slot) = self.find(key, hash) else {
+        let slot = self.find(key, hash);
+        self.answer_for(pool, slot)
+    }
+
+    /// The answer for a key that was found in `slot`, or not.
+    pub(super) fn answer_for(&mut self, pool: &Pool, slot: Option<Slot>) -> Answer {
+        let Some(slot) = slot else {
             self.stats.misses += 1;
             return Answer::Miss;
         };
@@ -133,6 +149,27 @@ impl Inner {
         key
     }
 
+    /// Notes why a key is not in the pool.
+    pub(super) fn why(&mut self, key: &[u8], hash: KeyHash, reason: Missed) {
+        debug_assert_eq!(KeyHash::of(key), hash);
+        if let Some(whys) = &mut self.whys {
+            whys.note(hash, reason);
+        }
+    }
+
+    /// Notes that a store's keys from the position `first` on found no room, unless they are here.
+    pub(super) fn why_refused(&mut self, keys: &[&[u8]], first: usize) {
+        if self.whys.is_none() {
+            return;
+        }
+        for key in keys.iter().skip(first) {
+            let hash = KeyHash::of(key);
+            if self.find(key, hash).is_none() {
+                self.why(key, hash, Missed::Refused);
+            }
+        }
+    }
+
     pub(super) fn note_allocation(&mut self, chunks: usize) {
         if self.allocation_sizes.len() < ALLOCATION_SIZES_MAX {
             self.allocation_sizes
@@ -142,13 +179,18 @@ impl Inner {
 
     /// Forgets every chunk; answers the slots that were in use.
     pub(super) fn clear(&mut self) -> Vec<Slot> {
-        let used = self.index.values().map(Slot::new).collect::<Vec<_>>();
+        let mut used = self.index.values().map(Slot::new).collect::<Vec<_>>();
+        used.append(&mut self.condemned);
         for slot in &used {
             self.keys[slot.index()] = Key::default();
         }
         self.index.clear();
         self.policy.clear();
         self.epoch = self.epoch.wrapping_add(1);
+        if let Some(whys) = &mut self.whys {
+            whys.clear();
+        }
+        self.changes += 1;
         self.stats.resets += 1;
         self.stats.writing = 0;
         used
@@ -175,6 +217,7 @@ impl Inner {
             + size_of_val::<[Tenths]>(&self.written_at)
             + self.policy.metadata_bytes()
             + self.tracker.as_ref().map_or(0, Tracker::metadata_bytes)
+            + self.whys.as_ref().map_or(0, Whys::metadata_bytes)
     }
 
     pub(super) fn dump(&self, pool: &Pool) -> StateDump {
@@ -202,7 +245,7 @@ impl Inner {
         let dump = self.dump(pool);
         assert_eq!(dump.keys.len(), self.index.len());
         assert_eq!(
-            dump.keys.len() + pool.free() as usize,
+            dump.keys.len() + self.condemned.len() + pool.free() as usize,
             pool.num_slots() as usize
         );
         let mut writing = 0;
@@ -226,7 +269,7 @@ impl Inner {
             .sum();
         assert_eq!(
             ordered,
-            dump.keys.len(),
+            dump.keys.len() + self.condemned.len(),
             "the policy orders exactly what the index holds"
         );
     }

@@ -31,6 +31,8 @@ pub struct Stats {
     pub loaded: u64,
     /// Chunks evicted.
     pub evicted: u64,
+    /// Chunks that left the pool because a load of them failed.
+    pub discarded: u64,
     /// Stores refused for lack of room.
     pub refused: u64,
     /// Chunks left out of a store that was admitted in part.

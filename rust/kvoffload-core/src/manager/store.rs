@@ -5,7 +5,7 @@ use crate::pool::{Pool, Slot, SlotState};
 
 use super::request::Handle;
 use super::state::Inner;
-use super::{Manager, ManagerError, Request};
+use super::{Manager, ManagerError, Missed, Request};
 
 /// What a store must write, and where. Reused from call to call.
 #[derive(Debug, Default)]
@@ -16,6 +16,9 @@ pub struct Prepared {
     pub slots: Vec<Slot>,
     /// Keys that had to go, first victim first.
     pub evicted: Vec<Key>,
+    /// Position of the first key that found no room; it and the keys after it that need a slot were
+    /// left out.
+    pub refused_from: Option<usize>,
     /// Entries of the request's record for `to_store`.
     entries: Vec<usize>,
 }
@@ -26,7 +29,17 @@ impl Prepared {
         self.slots.clear();
         self.evicted.clear();
         self.entries.clear();
+        self.refused_from = None;
     }
+}
+
+/// Where a store may get its slots from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// Free slots, and those of chunks that can be evicted.
+    Evict,
+    /// Free slots only.
+    Free,
 }
 
 impl Manager {
@@ -42,6 +55,20 @@ impl Manager {
         request: &mut Request,
         out: &mut Prepared,
     ) -> Result<bool, ManagerError> {
+        self.prepare_store_in(Room::Evict, keys, request, out)
+    }
+
+    /// As [`Manager::prepare_store`], with a say in where the slots come from.
+    ///
+    /// # Errors
+    /// [`ManagerError::ForeignRequest`].
+    pub fn prepare_store_in(
+        &self,
+        from: Room,
+        keys: &[&[u8]],
+        request: &mut Request,
+        out: &mut Prepared,
+    ) -> Result<bool, ManagerError> {
         out.clear();
         let mut inner = self.enter(request)?;
         inner.protected.clear();
@@ -50,9 +77,14 @@ impl Manager {
             return Ok(true);
         }
         inner.note_allocation(out.to_store.len());
-        if !inner.make_room(&self.pool, out, self.partial_admission) {
+        let room = inner.make_room(&self.pool, out, self.partial_admission, from);
+        if let Some(first) = out.refused_from {
+            inner.why_refused(keys, first);
+        }
+        if !room {
             inner.stats.refused += 1;
             out.clear();
+            out.refused_from = Some(0);
             return Ok(false);
         }
         let taken = self.pool.alloc(out.to_store.len(), &mut out.slots);
@@ -98,7 +130,9 @@ impl Manager {
                     stored.push(Key::new(key));
                 }
             } else {
-                inner.unlink(slot);
+                let key = inner.unlink(slot);
+                let hash = inner.tags[slot.index()];
+                inner.why(key.as_bytes(), hash, Missed::Failed);
                 inner.policy.remove(slot);
                 self.pool
                     .release(slot, generation)
@@ -107,6 +141,7 @@ impl Manager {
             }
         }
         inner.events.push(stored, false);
+        inner.changes += 1;
         Ok(())
     }
 }
@@ -132,6 +167,7 @@ impl Inner {
                 {
                     self.stores_skipped += 1;
                     self.stats.skipped += 1;
+                    self.why(key, hash, Missed::Threshold);
                     continue;
                 }
                 let at = request.find_or_add(key, hash);
@@ -169,7 +205,7 @@ impl Inner {
 
     /// Evicts until every key of `out` has a free slot, or (in part) as many of the first keys as
     /// can have one. False, with nothing evicted, where there is no room.
-    fn make_room(&mut self, pool: &Pool, out: &mut Prepared, partial: bool) -> bool {
+    fn make_room(&mut self, pool: &Pool, out: &mut Prepared, partial: bool, from: Room) -> bool {
         let free = pool.free() as usize;
         if out.to_store.len() <= free {
             return true;
@@ -183,15 +219,20 @@ impl Inner {
             }
             hold
         });
-        let evictable = self.policy.evictable();
+        let evictable = match from {
+            Room::Evict => self.policy.evictable(),
+            Room::Free => 0,
+        };
         let room = if out.to_store.len() <= free + evictable {
             true
         } else if partial && free + evictable > 0 {
             self.stats.left_out += (out.to_store.len() - free - evictable) as u64;
+            out.refused_from = Some(out.to_store[free + evictable]);
             out.to_store.truncate(free + evictable);
             out.entries.truncate(free + evictable);
             true
         } else {
+            out.refused_from = out.to_store.first().copied();
             false
         };
         if room {
@@ -225,7 +266,12 @@ impl Inner {
         for slot in &victims {
             self.index.warm(self.tags[slot.index()]);
         }
-        evicted.extend(victims.iter().map(|&slot| self.unlink(slot)));
+        for &slot in &victims {
+            let key = self.unlink(slot);
+            self.why(key.as_bytes(), self.tags[slot.index()], Missed::Evicted);
+            evicted.push(key);
+        }
+        self.changes += 1;
         pool.release_all(&victims)
             .expect("victims are ready and unpinned");
         self.stats.evicted += n as u64;
