@@ -75,6 +75,8 @@ impl Backend for Planner {
         Poll::Again
     }
 
+    fn cancel(&mut self, _job: u64) {}
+
     fn abandon(&mut self) -> Vec<Work> {
         self.works.drain(..).collect()
     }

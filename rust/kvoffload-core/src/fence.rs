@@ -3,7 +3,9 @@
 //! A new job gets a ticket, names its resources with [`Fence::enter`] and learns whom it has to wait
 //! for. Jobs that conflict may be inside together: the fence reports, the caller orders. It reports no
 //! more than is needed: of each resource the last writer, and to a writer those who read since. They
-//! in turn wait for whoever was there before, so **a job must not leave before those it waits for**.
+//! in turn wait for whoever was there before, so **a job must not leave before those it waits for**. One
+//! that gives up nevertheless hides them no longer: whoever lets it out names them again with
+//! [`Fence::restore`].
 
 /// What a job does with a resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,10 +139,18 @@ impl Fence {
                         ..Resource::default()
                     };
                 }
-                Use::Read if resource.reader == NOBODY => self.resources[id].reader = me,
-                Use::Read if resource.reader == me => {}
-                Use::Read => self.enter_other(me, id),
+                Use::Read => self.enter_reader(me, id),
             }
+        }
+    }
+
+    /// Notes a reader of a resource.
+    fn enter_reader(&mut self, me: u32, id: usize) {
+        let resource = &mut self.resources[id];
+        if resource.reader == NOBODY {
+            resource.reader = me;
+        } else if resource.reader != me {
+            self.enter_other(me, id);
         }
     }
 
@@ -203,6 +213,21 @@ impl Fence {
             link = entry.older_of_job;
         }
         self.unused_tickets.push(me);
+    }
+
+    /// Whether a job is the last that writes a resource.
+    pub fn is_last_writer(&self, ticket: Ticket, id: usize) -> bool {
+        self.resources[id].writer == ticket.0
+    }
+
+    /// Notes again that a job uses a resource: the last writer, whose coming hid this job, has left
+    /// before it. Those who read the resource since stay noted. If several jobs are to be noted, they come
+    /// in the order in which they entered, so that the last writer of them is the last one.
+    pub fn restore(&mut self, ticket: Ticket, mode: Use, id: usize) {
+        match mode {
+            Use::Write => self.resources[id].writer = ticket.0,
+            Use::Read => self.enter_reader(ticket.0, id),
+        }
     }
 
     /// Number of jobs inside.
@@ -288,6 +313,30 @@ mod tests {
             fence.leave(second, [5, 5, 7, 6, 7]);
             assert!(unused(&fence));
         }
+    }
+
+    #[test]
+    fn whom_a_writer_has_hidden_is_found_again_when_it_gives_up() {
+        let mut fence = Fence::new(1);
+        let (first, _) = join(&mut fence, 1, 0, Use::Write);
+        let (second, found) = join(&mut fence, 2, 0, Use::Read);
+        assert_eq!(found, [1]);
+        let (third, found) = join(&mut fence, 3, 0, Use::Write);
+        assert_eq!(found, [1, 2]);
+        let (fourth, found) = join(&mut fence, 4, 0, Use::Read);
+        assert_eq!(found, [3]);
+        assert!(fence.is_last_writer(third, 0) && !fence.is_last_writer(first, 0));
+        fence.leave(third, [0]);
+        fence.restore(first, Use::Write, 0);
+        fence.restore(second, Use::Read, 0);
+        let (fifth, found) = join(&mut fence, 5, 0, Use::Read);
+        assert_eq!(found, [1]);
+        let (sixth, found) = join(&mut fence, 6, 0, Use::Write);
+        assert_eq!(found, [1, 2, 4, 5]);
+        for ticket in [first, second, fourth, fifth, sixth] {
+            fence.leave(ticket, [0]);
+        }
+        assert!(unused(&fence));
     }
 
     #[test]

@@ -136,6 +136,12 @@ pub trait Backend: Send {
     /// them as a whole, without regard to pace. It is one that the backend holds.
     fn rush(&mut self, _job: u64) {}
 
+    /// Nobody wants this job any more: no further copy of it should be made. It still ends in
+    /// [`Backend::poll`], once nothing of it touches memory: with [`CopyError::Cancelled`], or well if
+    /// all its copies were made already. It may be a job that the backend does not hold, which is
+    /// ignored.
+    fn cancel(&mut self, job: u64);
+
     /// A job that ended well is about to be reported; the engine has done all it does with its slots.
     fn retire(&mut self, _work: &Work) {}
 

@@ -193,6 +193,12 @@ pub enum CopyError {
         /// The panic's text.
         message: String,
     },
+    /// [`Engine::cancel`](crate::Engine::cancel) was called for the job before all of it was copied.
+    #[error("job {job} was cancelled: the bytes it was to write must not be used")]
+    Cancelled {
+        /// The job.
+        job: u64,
+    },
     /// The engine was shut down before the job ended.
     #[error("job {job}: the transfer engine was shut down before the copy ended")]
     Abandoned {
@@ -209,6 +215,7 @@ impl CopyError {
             Self::Failed { job, .. }
             | Self::Verify { job, .. }
             | Self::Panicked { job, .. }
+            | Self::Cancelled { job }
             | Self::Abandoned { job } => *job,
         }
     }
@@ -218,7 +225,7 @@ impl CopyError {
     pub fn slot(&self) -> Option<Slot> {
         match self {
             Self::Failed { slot, .. } | Self::Verify { slot, .. } => Some(*slot),
-            Self::Panicked { .. } | Self::Abandoned { .. } => None,
+            Self::Panicked { .. } | Self::Cancelled { .. } | Self::Abandoned { .. } => None,
         }
     }
 }
@@ -230,8 +237,8 @@ pub enum VerifyReason {
     /// No store of this worker has written the slot.
     #[error("was never stored by this worker")]
     NeverStored,
-    /// The last store to the slot failed or was abandoned.
-    #[error("holds the remains of a store that failed")]
+    /// The last store to the slot failed, was cancelled or was abandoned.
+    #[error("holds the remains of a store that failed or was cancelled")]
     StoreFailed,
     /// The slot holds a chunk of another KV group.
     #[error("holds a chunk of KV group {stored}, not of group {wanted}")]

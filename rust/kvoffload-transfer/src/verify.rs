@@ -5,12 +5,13 @@
 //! blocks out of a chunk when they have fallen out of a sliding window. On request one hash per slot
 //! is made after a store and compared before a load, too.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvoffload_core::layout::KvLayout;
 use kvoffload_core::plan::ChunkUse;
+use kvoffload_core::pool::Slot;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{CopyError, VerifyReason};
@@ -44,16 +45,18 @@ pub(crate) struct Verifier {
 #[derive(Debug)]
 struct Slots {
     records: Box<[Record]>,
-    stores: u64,
     /// Stores that have not ended well: their slots hold nothing of use. So a store that ends well costs
     /// one step here, and one that ends in any other way needs none.
     unfinished: HashSet<u64>,
+    /// Stores that were cancelled before they began, as (slot, store): but for those before the
+    /// last one to the slot that did.
+    void: BTreeSet<(u32, u64)>,
 }
 
 /// What is known about a slot.
 #[derive(Debug, Clone, Copy, Default)]
 struct Record {
-    /// Number of the last store; 0: there was none.
+    /// Number of the last store that began; 0: there was none.
     store: u64,
     hash: Option<NonZeroU64>,
     /// KV group of the chunk.
@@ -68,7 +71,7 @@ struct Record {
 /// In place of the number of a store that failed.
 const FAILED: u64 = u64::MAX;
 
-/// A store that has begun.
+/// A store that has begun: its job's position in the order of submits, from 1 on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoreNumber(u64);
 
@@ -84,8 +87,8 @@ impl Verifier {
             on: stored_only || every != 0,
             slots: Mutex::new(Slots {
                 records: vec![Record::default(); num_slots as usize].into(),
-                stores: 0,
                 unfinished: HashSet::new(),
+                void: BTreeSet::new(),
             }),
             checks: AtomicU64::new(0),
             failures: AtomicU64::new(0),
@@ -100,13 +103,22 @@ impl Verifier {
         )
     }
 
-    /// A store to these slots begins: until it ends well they hold nothing of use.
-    pub(crate) fn store_begins(&self, chunks: impl Iterator<Item = ChunkUse>) -> StoreNumber {
+    /// The store at this position in the order of submits begins: until it ends well its slots hold
+    /// nothing of use.
+    pub(crate) fn store_begins(
+        &self,
+        store: u64,
+        chunks: impl Iterator<Item = ChunkUse>,
+    ) -> StoreNumber {
         let mut slots = self.slots.lock();
-        slots.stores += 1;
-        let store = slots.stores;
         slots.unfinished.insert(store);
         for chunk in chunks {
+            if !slots.void.is_empty() {
+                let slot = chunk.slot.get();
+                while let Some(&old) = slots.void.range((slot, 0)..(slot, store)).next() {
+                    slots.void.remove(&old);
+                }
+            }
             let record = &mut slots.records[chunk.slot.index()];
             *record = Record {
                 store,
@@ -156,8 +168,15 @@ impl Verifier {
         slots.unfinished.remove(&store.0);
     }
 
-    /// Compares slots with what was stored, before job `job` loads from them; the first that differs
-    /// is an error. Stops when `stop` says so.
+    /// A store was cancelled before it began. Loads submitted after it want what it was to write, so
+    /// for them the slots hold nothing of use; those before it may still find what they want.
+    pub(crate) fn cancelled(&self, store: u64, chunks: impl Iterator<Item = ChunkUse>) {
+        let void = &mut self.slots.lock().void;
+        void.extend(chunks.map(|chunk| (chunk.slot.get(), store)));
+    }
+
+    /// Compares slots with what was stored, before job `job` loads from them, which is the one at
+    /// position `order` of all submits; the first that differs is an error. Stops when `stop` says so.
     ///
     /// # Safety
     /// No other thread writes the slots during the call.
@@ -165,7 +184,7 @@ impl Verifier {
         &self,
         layout: &KvLayout,
         region: &Region,
-        job: u64,
+        (job, order): (u64, u64),
         chunks: impl Iterator<Item = ChunkUse>,
         stop: impl Fn() -> bool,
     ) -> Result<(), CopyError> {
@@ -176,7 +195,7 @@ impl Verifier {
         for chunk in chunks {
             let slot = chunk.slot;
             let record = slots.records[slot.index()];
-            let wrong = match (record.hash, slots.differs(record, chunk)) {
+            let wrong = match (record.hash, slots.differs(record, chunk, order)) {
                 (Some(stored), None) => {
                     if stop() {
                         return Err(CopyError::Abandoned { job });
@@ -205,12 +224,27 @@ impl Slots {
         !self.unfinished.is_empty() && self.unfinished.contains(&store)
     }
 
+    /// Whether a store that came between the last one that began and a load was cancelled.
+    fn is_void(&self, slot: Slot, store: u64, load: u64) -> bool {
+        let slot = slot.get();
+        // Without fences a later store may have begun.
+        store < load
+            && self
+                .void
+                .range((slot, store)..(slot, load))
+                .next()
+                .is_some()
+    }
+
     /// Why the slot does not hold what a load wants, whatever its bytes are.
-    fn differs(&self, record: Record, chunk: ChunkUse) -> Option<VerifyReason> {
+    fn differs(&self, record: Record, chunk: ChunkUse, load: u64) -> Option<VerifyReason> {
         let wanted = chunk.group as u32;
         if record.store == 0 {
             Some(VerifyReason::NeverStored)
-        } else if record.store == FAILED || self.is_unfinished(record.store) {
+        } else if record.store == FAILED
+            || self.is_unfinished(record.store)
+            || self.is_void(chunk.slot, record.store, load)
+        {
             Some(VerifyReason::StoreFailed)
         } else if record.group != wanted {
             Some(VerifyReason::OtherGroup {

@@ -39,6 +39,7 @@ struct Lazy {
     waiting: Vec<Work>,
     enqueued: Vec<Work>,
     report: Vec<u64>,
+    cancelled: Vec<Work>,
 }
 
 impl Backend for Lazy {
@@ -62,6 +63,12 @@ impl Backend for Lazy {
 
     fn poll(&mut self, progress: &mut Progress) -> Poll {
         progress.enqueued.append(&mut self.report);
+        let cancelled = self.cancelled.drain(..);
+        progress.ended.extend(cancelled.map(|work| Ended {
+            outcome: Err(CopyError::Cancelled { job: work.job }),
+            seconds: 0.0,
+            work,
+        }));
         if self.device.state.lock().ends {
             let works = self.waiting.drain(..).chain(self.enqueued.drain(..));
             progress.ended.extend(works.map(|work| Ended {
@@ -85,11 +92,14 @@ impl Backend for Lazy {
         self.report.push(job);
     }
 
+    fn cancel(&mut self, job: u64) {
+        let cancelled = self.waiting.extract_if(.., |work| work.job == job);
+        self.cancelled.extend(cancelled);
+    }
+
     fn abandon(&mut self) -> Vec<Work> {
-        self.waiting
-            .drain(..)
-            .chain(self.enqueued.drain(..))
-            .collect()
+        let held = [&mut self.waiting, &mut self.enqueued, &mut self.cancelled];
+        held.into_iter().flat_map(std::mem::take).collect()
     }
 }
 
@@ -118,6 +128,7 @@ impl Rig {
                 waiting: Vec::new(),
                 enqueued: Vec::new(),
                 report: Vec::new(),
+                cancelled: Vec::new(),
             })
         });
         let region = Arc::new(Region::new(8, slot_bytes).unwrap());

@@ -208,6 +208,8 @@ impl Backend for Hanging {
         Poll::After(LONG)
     }
 
+    fn cancel(&mut self, _job: u64) {}
+
     fn abandon(&mut self) -> Vec<Work> {
         self.held.take().into_iter().collect()
     }

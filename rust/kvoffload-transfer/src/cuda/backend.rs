@@ -116,6 +116,11 @@ impl CudaBackend {
             let Some(mut job) = self.jobs.pop_front() else {
                 break;
             };
+            if job.cancelled {
+                passed += 1;
+                self.jobs.push_back(job);
+                continue;
+            }
             if let Some(after) = job.after.as_ref().filter(|_| !job.rushed) {
                 let computed = match waiting {
                     ASKED.. => Ok(false),
@@ -376,7 +381,7 @@ impl CudaBackend {
         }
     }
 
-    /// Hands over the jobs whose last copy is done.
+    /// Hands over the jobs whose last copy is done, and the cancelled ones of which none is under way.
     fn finish(&mut self, progress: &mut Progress) -> Result<(), DriverError> {
         let mut at = 0;
         while let Some(job) = self.jobs.get(at) {
@@ -387,7 +392,8 @@ impl CudaBackend {
             let seconds = job.seconds()?;
             let job = self.jobs.remove(at).expect("it was there just now");
             self.common.after.lock().remove(&job.work.job);
-            progress.ended.push_back(job.ended(seconds, Ok(())));
+            let outcome = job.outcome();
+            progress.ended.push_back(job.ended(seconds, outcome));
         }
         Ok(())
     }
@@ -492,6 +498,12 @@ impl Backend for CudaBackend {
             let slots = job.work.geometry().slots.iter();
             self.pinned.want(slots.map(|slot| slot.get().into()), true);
             self.jobs.push_front(job);
+        }
+    }
+
+    fn cancel(&mut self, job: u64) {
+        if let Some(job) = self.jobs.iter_mut().find(|held| held.work.job == job) {
+            job.cancelled = true;
         }
     }
 

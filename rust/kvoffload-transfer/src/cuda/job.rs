@@ -34,6 +34,8 @@ pub(super) struct Job {
     /// The first attempt's error.
     pub(super) retried: Option<String>,
     pub(super) fail: bool,
+    /// No further piece of it is to be put into the queues.
+    pub(super) cancelled: bool,
 }
 
 impl Job {
@@ -54,6 +56,7 @@ impl Job {
             rushed: false,
             retried: None,
             fail: false,
+            cancelled: false,
             work,
         }
     }
@@ -75,9 +78,9 @@ impl Job {
         (self.held, self.start, self.last) = (None, Ends::default(), Ends::default());
     }
 
-    /// Whether its last copy is done.
+    /// Whether its last copy is done: of one that was cancelled, the last in the queues.
     pub(super) fn is_done(&self) -> Result<bool, DriverError> {
-        if !self.is_enqueued() {
+        if !self.is_enqueued() && !self.cancelled {
             return Ok(false);
         }
         for last in self.last.iter().flatten() {
@@ -103,6 +106,15 @@ impl Job {
     pub(super) fn failed(&self, slot: Slot, reason: String) -> CopyError {
         let job = self.work.job;
         CopyError::Failed { job, slot, reason }
+    }
+
+    /// Whether all its bytes arrived, when its last copy is done.
+    pub(super) fn outcome(&self) -> Result<(), CopyError> {
+        let job = self.work.job;
+        match self.is_enqueued() {
+            true => Ok(()),
+            false => Err(CopyError::Cancelled { job }),
+        }
     }
 
     pub(super) fn ended(self, seconds: f64, outcome: Result<(), CopyError>) -> Ended {

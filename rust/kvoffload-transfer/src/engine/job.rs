@@ -89,6 +89,8 @@ pub(super) struct Live {
     pub(super) overdue: bool,
     /// Somebody waits until its copies are in the device's queues.
     pub(super) rushed: bool,
+    /// Nobody wants it any more.
+    pub(super) cancelled: bool,
 }
 
 /// How far a live job has come.
@@ -110,6 +112,8 @@ pub(super) enum Phase {
 #[derive(Debug)]
 pub(super) struct Start {
     pub(super) job: u64,
+    /// Position in the order of submits.
+    pub(super) order: u64,
     pub(super) ids: Arc<JobIds>,
     pub(super) mark: Option<Mark>,
     /// Somebody waits for its copies to be in the device's queues.
@@ -126,6 +130,8 @@ pub(super) struct Queue {
     pub(super) ready: BinaryHeap<Reverse<(u64, u64)>>,
     /// Started jobs that the backend is to hurry up.
     pub(super) to_rush: Vec<u64>,
+    /// Started jobs that the backend is to give up, as (order, job).
+    pub(super) to_cancel: Vec<(u64, u64)>,
 }
 
 /// What a wait waits for.

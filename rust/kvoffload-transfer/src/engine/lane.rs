@@ -50,6 +50,10 @@ enum Next {
     Place,
     /// Somebody waits for a job that the backend may hold.
     Rush(u64),
+    /// Nobody wants a job any more that the backend may hold.
+    Cancel(u64),
+    /// Nobody wants the next job any more of those that had not started.
+    Withdraw,
     /// Give up what the backend holds.
     GiveUp,
     /// Give up a job that has not started.
@@ -113,6 +117,7 @@ impl Lane {
         self.placed = matches!(next, Next::Place);
         match next {
             Next::Place => self.shared.place_next(),
+            Next::Withdraw => self.shared.withdraw_next(),
             Next::Start(start) => {
                 let (job, rushed) = (start.job, start.rushed);
                 self.current = Some(job);
@@ -131,6 +136,10 @@ impl Lane {
             }
             Next::Rush(job) => {
                 self.backend.rush(job);
+                self.poll_at = Some(Instant::now());
+            }
+            Next::Cancel(job) => {
+                self.backend.cancel(job);
                 self.poll_at = Some(Instant::now());
             }
             Next::End(ended) => {
@@ -178,6 +187,13 @@ impl Lane {
             let abandoning = shared.abandoning();
             if abandoning && self.held > 0 {
                 return Next::GiveUp;
+            }
+            // Before anything is started or copied.
+            if let Some(job) = state.next_cancel(self.kind) {
+                return Next::Cancel(job);
+            }
+            if !state.to_withdraw.is_empty() {
+                return Next::Withdraw;
             }
             if let Some(job) = state.next_rush(self.kind) {
                 return Next::Rush(job);
@@ -243,17 +259,23 @@ impl Lane {
 
     /// Hands a job's copies to the backend.
     fn start(&mut self, start: Start) -> Result<(), CopyError> {
-        let Start { job, ids, mark, .. } = start;
+        let Start {
+            job,
+            order,
+            ids,
+            mark,
+            ..
+        } = start;
         let Self { shared, region, .. } = self;
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
         let store = match self.kind {
-            JobKind::Store => Some(verifier.store_begins(geometry.chunks(layout))),
+            JobKind::Store => Some(verifier.store_begins(order, geometry.chunks(layout))),
             JobKind::Load => {
                 let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
                 // SAFETY: the job is live and reads the slots, so the fence holds every job back that
                 // would write them.
-                unsafe { verifier.check(layout, region, job, chunks, stop) }?;
+                unsafe { verifier.check(layout, region, (job, order), chunks, stop) }?;
                 None
             }
         };

@@ -9,9 +9,12 @@
 //!   shutdown is noticed. Counters and completions need only a lock that is never held during a copy.
 //! - What one job's code panics with ends that job (and what its backend held) with an error; the
 //!   thread goes on.
+//! - A job that is cancelled ends at once if it has not started (`cancel.rs`); if it has, its backend stops
+//!   before its next copy.
 //! - A wait that times out puts the slots of its jobs into quarantine: no new job may name them until
 //!   the copies are known to be over.
 
+mod cancel;
 mod config;
 mod job;
 mod lane;

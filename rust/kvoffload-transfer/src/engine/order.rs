@@ -5,11 +5,14 @@
 //! under a lock of its own, which no caller ever takes: it is held for a time proportional to a job's
 //! blocks and slots. **Lock order: this one, then the state's.**
 
+use std::collections::HashMap;
+
 use kvoffload_core::fence::{Fence, Ticket, Use};
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::KvLayout;
 use kvoffload_core::pool::Slot;
 
+use super::cancel::Party;
 use super::job::JobIds;
 
 /// Who uses which slot and which block.
@@ -43,10 +46,7 @@ impl Order {
         layout: &KvLayout,
         ids: &JobIds,
     ) -> (Ticket, &[u64]) {
-        let (slot_use, block_use) = match kind {
-            JobKind::Store => (Use::Write, Use::Read),
-            JobKind::Load => (Use::Read, Use::Write),
-        };
+        let [slot_use, block_use] = [JobKind::Store, JobKind::Load].map(|of| use_of(kind, of));
         let Self {
             fence, blockers, ..
         } = self;
@@ -69,6 +69,80 @@ impl Order {
     pub(super) fn leave(&mut self, ticket: Ticket, layout: &KvLayout, ids: &JobIds) {
         let blocks = blocks(ids, layout, self.num_slots);
         self.fence.leave(ticket, slots(ids).chain(blocks));
+    }
+
+    /// A job that has not started gives its place up, although those in `before`, which it waited for,
+    /// are live: from now on everybody waits as if it had never come. `before` is in the order of
+    /// submits; `after` are those who wait for it. Answers who of these has to wait for whom of those,
+    /// each pair once.
+    ///
+    /// Only what it was to write matters. There its coming has hidden those before it from those after
+    /// it, while a reader hides nobody.
+    pub(super) fn withdraw(
+        &mut self,
+        party: &Party,
+        before: &[Party],
+        after: &[Party],
+        layout: &KvLayout,
+    ) -> Vec<(u64, u64)> {
+        let Some(ticket) = party.ticket else {
+            return Vec::new(); // Nobody has seen it.
+        };
+        let num_slots = self.num_slots;
+        let kind = party.kind;
+        let written = |ids: &JobIds, visit: &mut dyn FnMut(usize)| match kind {
+            JobKind::Store => slots(ids).for_each(visit),
+            JobKind::Load => blocks(ids, layout, num_slots).for_each(visit),
+        };
+        // Of all that it was to write: who of those before uses it, as positions in ascending order.
+        let mut users: HashMap<usize, Vec<usize>> = HashMap::new();
+        if !before.is_empty() {
+            written(&party.ids, &mut |id| {
+                users.entry(id).or_default();
+            });
+        }
+        for (at, earlier) in before.iter().enumerate() {
+            written(&earlier.ids, &mut |id| {
+                if let Some(users) = users.get_mut(&id)
+                    && users.last() != Some(&at)
+                {
+                    users.push(at);
+                }
+            });
+        }
+        let hidden = users.iter();
+        let hidden: Vec<(&usize, &Vec<usize>)> = hidden
+            .filter(|(id, _)| self.fence.is_last_writer(ticket, **id))
+            .collect();
+        self.leave(ticket, layout, &party.ids);
+        for (&id, earlier) in hidden {
+            for earlier in earlier.iter().map(|&at| &before[at]) {
+                if let Some(ticket) = earlier.ticket {
+                    self.fence.restore(ticket, use_of(earlier.kind, kind), id);
+                }
+            }
+        }
+        let mut waits = Vec::new();
+        for later in after.iter().filter(|_| !before.is_empty()) {
+            written(&later.ids, &mut |id| {
+                let earlier = users.get(&id).into_iter().flatten().map(|&at| &before[at]);
+                // Two that only read do not conflict.
+                let conflicts =
+                    earlier.filter(|earlier| earlier.kind == kind || later.kind == kind);
+                waits.extend(conflicts.map(|earlier| (later.job, earlier.job)));
+            });
+        }
+        waits.sort_unstable();
+        waits.dedup();
+        waits
+    }
+}
+
+/// What a job of a kind does with that which jobs of kind `of` write: slots for stores, blocks for loads.
+fn use_of(kind: JobKind, of: JobKind) -> Use {
+    match kind == of {
+        true => Use::Write,
+        false => Use::Read,
     }
 }
 

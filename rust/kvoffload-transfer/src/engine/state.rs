@@ -24,11 +24,14 @@ use crate::error::{CopyError, SubmitError};
 /// See the module's description.
 #[derive(Debug)]
 pub(super) struct State {
-    live: HashMap<u64, Live>,
-    /// Jobs without a place among those who use slots and blocks, in the order of their submits.
-    inbox: VecDeque<u64>,
+    pub(super) live: HashMap<u64, Live>,
+    /// Jobs without a place among those who use slots and blocks, in the order of their submits, as
+    /// (order, job).
+    inbox: VecDeque<(u64, u64)>,
     /// Per direction.
-    queues: [Queue; 2],
+    pub(super) queues: [Queue; 2],
+    /// Jobs to give up that had not started, as (order, job).
+    pub(super) to_withdraw: VecDeque<(u64, u64)>,
     submits: u64,
     max_jobs: usize,
     finished: Vec<Completion>,
@@ -60,6 +63,7 @@ impl State {
             live: HashMap::new(),
             inbox: VecDeque::new(),
             queues: Default::default(),
+            to_withdraw: VecDeque::new(),
             submits: 0,
             max_jobs,
             finished: Vec::new(),
@@ -111,9 +115,10 @@ impl State {
             dependents: Vec::new(),
             overdue: false,
             rushed: false,
+            cancelled: false,
         };
         self.live.insert(job, live);
-        self.inbox.push_back(job);
+        self.inbox.push_back((self.submits, job));
         let stats = self.kind_stats(kind);
         stats.live += 1;
         stats.live_peak = stats.live_peak.max(stats.live);
@@ -126,9 +131,14 @@ impl State {
 
     /// Takes the oldest job without a place out of the inbox.
     pub(super) fn next_mail(&mut self) -> Option<(u64, JobKind, Arc<JobIds>)> {
-        let job = self.inbox.pop_front()?;
-        let live = self.live.get(&job)?;
-        Some((job, live.kind, Arc::clone(&live.ids)))
+        loop {
+            let (order, job) = self.inbox.pop_front()?;
+            // Not one that was cancelled, nor a later job of the same id.
+            let live = self.live.get(&job).filter(|live| live.order == order);
+            if let Some(live) = live.filter(|live| !live.cancelled) {
+                return Some((job, live.kind, Arc::clone(&live.ids)));
+            }
+        }
     }
 
     /// A job out of the inbox has its place, and has to wait for `blockers`, which are all live.
@@ -188,13 +198,15 @@ impl State {
             let Some(live) = self.live.get_mut(&job).filter(|live| live.order == order) else {
                 continue;
             };
-            if live.phase != Phase::Ready {
+            // One that was cancelled is about to be withdrawn.
+            if live.phase != Phase::Ready || live.cancelled {
                 continue;
             }
             live.phase = Phase::Started;
             queue.jobs -= 1;
             let start = Start {
                 job,
+                order,
                 ids: Arc::clone(&live.ids),
                 mark: live.mark.take(),
                 rushed: live.rushed,
@@ -208,7 +220,8 @@ impl State {
     /// Whether a direction's thread has something to do for a job it does not know of.
     pub(super) fn has_work(&self, kind: JobKind) -> bool {
         let queue = &self.queues[lane(kind)];
-        queue.jobs > 0 || !queue.to_rush.is_empty()
+        let asked = !queue.to_rush.is_empty() || !queue.to_cancel.is_empty();
+        queue.jobs > 0 || asked || !self.to_withdraw.is_empty()
     }
 
     /// Somebody waits until the copies of these jobs are in the device's queues: they, and those that
@@ -297,6 +310,7 @@ impl State {
                 stats.jobs += 1;
                 stats.bytes += bytes;
             }
+            Err(CopyError::Cancelled { .. }) => stats.cancelled += 1,
             Err(error) => {
                 stats.failures += 1;
                 if matches!(error, CopyError::Abandoned { .. }) {

@@ -7,8 +7,10 @@ pub struct KindStats {
     pub jobs: u64,
     /// Bytes they copied.
     pub bytes: u64,
-    /// Jobs that ended with an error.
+    /// Jobs that ended with an error, save those that were cancelled.
     pub failures: u64,
+    /// Jobs that ended because they were cancelled.
+    pub cancelled: u64,
     /// Microseconds that all started jobs together spent between submit and start.
     pub queued_us: u64,
     /// Jobs that are live now: queued, held back or running.
@@ -43,18 +45,20 @@ pub struct Stats {
 impl Stats {
     /// All counters with their names.
     #[must_use]
-    pub fn entries(&self) -> [(&'static str, u64); 19] {
+    pub fn entries(&self) -> [(&'static str, u64); 21] {
         let Self { stores, loads, .. } = self;
         [
             ("stores", stores.jobs),
             ("store_bytes", stores.bytes),
             ("store_failures", stores.failures),
+            ("stores_cancelled", stores.cancelled),
             ("store_queued_us", stores.queued_us),
             ("live_stores", stores.live),
             ("live_stores_peak", stores.live_peak),
             ("loads", loads.jobs),
             ("load_bytes", loads.bytes),
             ("load_failures", loads.failures),
+            ("loads_cancelled", loads.cancelled),
             ("load_queued_us", loads.queued_us),
             ("live_loads", loads.live),
             ("live_loads_peak", loads.live_peak),

@@ -30,7 +30,8 @@ pub struct FaultPlan {
     pub fail_every_store: u64,
     /// Every n-th load fails half-way (if it copies anything); 0: none.
     pub fail_every_load: u64,
-    /// This job never ends; only the end of a shutdown's deadline frees its thread.
+    /// This job never ends, unless it is cancelled; only the end of a shutdown's deadline frees its
+    /// thread.
     pub stall_job: Option<u64>,
     /// Every n-th store is followed by the flip of one bit in its first slot; 0: none.
     pub corrupt_every_store: u64,

@@ -196,6 +196,7 @@ struct Running {
     /// Bytes that are copied.
     moved: u64,
     half_way: bool,
+    cancelled: bool,
 }
 
 impl Running {
@@ -207,12 +208,17 @@ impl Running {
             started: None,
             moved: 0,
             half_way: false,
+            cancelled: false,
         }
     }
 
     /// Copies on for a step; says when to go on, or `None` when all is copied.
     fn advance(&mut self, kind: JobKind, memory: &HostMemory) -> Result<Option<Poll>, CopyError> {
         let now = Instant::now();
+        if self.cancelled {
+            let job = self.work.job;
+            return Err(CopyError::Cancelled { job });
+        }
         if self.faults.stall {
             return Ok(Some(Poll::After(STALLED)));
         }
@@ -295,6 +301,13 @@ impl Backend for HostBackend {
             outcome,
         }));
         Poll::Again
+    }
+
+    fn cancel(&mut self, job: u64) {
+        // Copies are made in `poll` only, so the next one is the end of it.
+        if let Some(running) = self.running.as_mut().filter(|held| held.work.job == job) {
+            running.cancelled = true;
+        }
     }
 
     fn retire(&mut self, work: &Work) {

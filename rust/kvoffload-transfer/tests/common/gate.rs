@@ -85,6 +85,7 @@ impl Gates {
 struct GateBackend {
     gates: Arc<Gates>,
     held: VecDeque<Work>,
+    cancelled: HashSet<u64>,
     depth: usize,
 }
 
@@ -111,7 +112,14 @@ impl Backend for GateBackend {
                 let state = self.gates.state.lock();
                 state.all_open || state.open.contains(&work.job)
             };
-            if open {
+            if self.cancelled.remove(&work.job) {
+                let outcome = Err(CopyError::Cancelled { job: work.job });
+                progress.ended.push_back(Ended {
+                    work,
+                    seconds: 0.0,
+                    outcome,
+                });
+            } else if open {
                 let job = work.job;
                 progress.ended.push_back(Ended {
                     work,
@@ -125,6 +133,12 @@ impl Backend for GateBackend {
             }
         }
         Poll::After(Duration::from_millis(1))
+    }
+
+    fn cancel(&mut self, job: u64) {
+        if self.held.iter().any(|work| work.job == job) {
+            self.cancelled.insert(job);
+        }
     }
 
     fn retire(&mut self, work: &Work) {
@@ -158,6 +172,7 @@ impl GateRig {
             Box::new(GateBackend {
                 gates: Arc::clone(&gates),
                 held: VecDeque::new(),
+                cancelled: HashSet::new(),
                 depth,
             })
         });

@@ -228,24 +228,31 @@ impl Rig {
     }
 }
 
-/// What jobs do to the bytes when they run one after another: byte by byte, without plans.
-pub struct Model {
+/// What jobs do to the bytes when they run one after another: byte by byte, without plans. `B` is what is
+/// known of a byte.
+pub struct Model<B = u8> {
     shape: Shape,
-    pub tensors: Vec<Vec<u8>>,
-    region: Vec<u8>,
+    pub tensors: Vec<Vec<B>>,
+    region: Vec<B>,
 }
 
-impl Model {
+impl<B: From<u8> + Clone> Model<B> {
     pub fn new(shape: &Shape, device: &Device) -> Self {
         let region = shape.slot_bytes() as usize * shape.num_slots as usize;
+        let known = |bytes: Vec<u8>| bytes.into_iter().map(B::from).collect();
         Self {
             shape: shape.clone(),
-            tensors: device.all_bytes(),
-            region: vec![0; region],
+            tensors: device.all_bytes().into_iter().map(known).collect(),
+            region: vec![B::from(0); region],
         }
     }
 
     pub fn run(&mut self, kind: JobKind, job: &Job) {
+        self.copy(kind, job, |target, source| target.clone_from(source));
+    }
+
+    /// Has `copy` make each byte of a job's targets out of itself and the byte of the source.
+    pub fn copy(&mut self, kind: JobKind, job: &Job, copy: impl Fn(&mut B, &B)) {
         let per_chunk = self.shape.blocks_per_chunk as usize;
         let (mut blocks, mut slots) = (&job.block_ids[..], &job.slots[..]);
         for (group, &size) in job.group_sizes.iter().enumerate() {
@@ -265,9 +272,11 @@ impl Model {
                     let at = host + sub_block * bytes;
                     let device = &mut self.tensors[tensor][device..device + bytes];
                     let slot = &mut self.region[at..at + bytes];
-                    match kind {
-                        JobKind::Store => slot.copy_from_slice(device),
-                        JobKind::Load => device.copy_from_slice(slot),
+                    for (device, slot) in device.iter_mut().zip(slot) {
+                        match kind {
+                            JobKind::Store => copy(slot, device),
+                            JobKind::Load => copy(device, slot),
+                        }
                     }
                     host += per_chunk * bytes;
                 }

@@ -1,5 +1,7 @@
 //! Random jobs of an engine on the simulated device, against a model; and controls without each wait.
 
+mod cancel;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -40,6 +42,8 @@ struct Rig {
     /// Jobs that are not known to be over or waited for, and their blocks.
     live: Vec<(u64, bool, Vec<usize>)>,
     jobs: u64,
+    /// Slots of the newest one.
+    newest: Vec<usize>,
     refused: Vec<SubmitError>,
     random: u64,
     wrong: Arc<AtomicBool>,
@@ -103,6 +107,7 @@ impl Rig {
             per_chunk: per_chunk as usize,
             live: Vec::new(),
             jobs: 0,
+            newest: Vec::new(),
             refused: Vec::new(),
             random: u64::from(setup.seed) ^ 0x5151,
             wrong: Arc::default(),
@@ -144,22 +149,25 @@ impl Rig {
     /// The engine writes blocks that no job uses.
     fn write(&mut self) {
         for block in self.some(BLOCKS, 30) {
-            if self.in_use(block, false) {
-                continue;
+            if !self.in_use(block, false) {
+                self.write_block(block);
             }
-            let value = self.draw(256) as u8;
-            for (tensor, page) in PAGES.into_iter().enumerate() {
-                let bytes: Vec<u8> = (0..page).map(|at| value.wrapping_add(at as u8)).collect();
-                self.blocks[block][tensor].clone_from(&bytes);
-                let address = self.address(tensor, block);
-                self.compute(move || {
-                    // SAFETY: a page of the rig's tensors; ops run under the world's lock.
-                    unsafe {
-                        let page = std::ptr::with_exposed_provenance_mut::<u8>(address);
-                        page.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-                    }
-                });
-            }
+        }
+    }
+
+    fn write_block(&mut self, block: usize) {
+        let value = self.draw(256) as u8;
+        for (tensor, page) in PAGES.into_iter().enumerate() {
+            let bytes: Vec<u8> = (0..page).map(|at| value.wrapping_add(at as u8)).collect();
+            self.blocks[block][tensor].clone_from(&bytes);
+            let address = self.address(tensor, block);
+            self.compute(move || {
+                // SAFETY: a page of the rig's tensors; ops run under the world's lock.
+                unsafe {
+                    let page = std::ptr::with_exposed_provenance_mut::<u8>(address);
+                    page.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                }
+            });
         }
     }
 
@@ -191,6 +199,7 @@ impl Rig {
 
     fn submit(&mut self, kind: JobKind, blocks: Vec<usize>, slots: &[usize]) {
         self.jobs += 1;
+        self.newest = slots.to_vec();
         let ids: Vec<u32> = blocks.iter().map(|&block| block as u32).collect();
         let places: Vec<Slot> = slots.iter().map(|&slot| Slot::new(slot as u32)).collect();
         let geometry = Geometry {
