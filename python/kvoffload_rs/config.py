@@ -63,8 +63,10 @@ OUR_KEYS = frozenset(
         "canonical_layout",
         "copy_path",
         "cpu_bytes_to_use",
+        "defer_deadline_s",
         "eviction_policy",
         "fault_injection",
+        "load_deadline_s",
         "max_tracker_size",
         "offload_prompt_only",
         "partial_admission",
@@ -110,6 +112,9 @@ class Settings:
         verify_sample: with `verify=sample`, one slot of so many is checked.
         wait_timeout_s: how long vLLM's wait for a transfer may take.
         write_deadline_s: after so long, a chunk whose store never completed counts as absent.
+        defer_deadline_s: with the connector, how long a request waits for chunks that are being
+            written or loaded before it makes do without.
+        load_deadline_s: with the connector, after so long a load is given up and computed instead.
         copy_path: on a GPU, how copies are made: `auto`, `direct` or `staged`.
         staging_bytes: GPU memory that the staged path may use; 0 for none.
         pinning: on a GPU, how host memory is pinned: `register`, `allocate` or `none`.
@@ -129,6 +134,8 @@ class Settings:
     verify_sample: int = 16
     wait_timeout_s: float = 60.0
     write_deadline_s: float = 600.0
+    defer_deadline_s: float = 2.0
+    load_deadline_s: float = 60.0
     copy_path: str = "auto"
     staging_bytes: int = 64 << 20
     pinning: str = "register"
@@ -174,7 +181,7 @@ class Settings:
         for key in ("offload_prompt_only", "self_describing_kv_events", "partial_admission"):
             if key in given:
                 settings[key] = parse_bool(key, given[key])
-        for key in ("wait_timeout_s", "write_deadline_s"):
+        for key in ("wait_timeout_s", "write_deadline_s", "defer_deadline_s", "load_deadline_s"):
             if key in given:
                 settings[key] = parse_seconds(key, given[key])
         if "fault_injection" in given:

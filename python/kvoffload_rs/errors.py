@@ -77,6 +77,10 @@ class StaleHandleError(KvOffloadError):
     """A pin was released that is not held. Nothing was changed."""
 
 
+class RequestError(KvOffloadError):
+    """The engine named a request that is not known, or twice, or described it in another shape."""
+
+
 class KeyNotReadyError(KvOffloadError):
     """A load asked for a key that is absent or still being written. Nothing was pinned."""
 
@@ -113,6 +117,7 @@ __all__ = [
     "InvalidJobError",
     "KeyNotReadyError",
     "KvOffloadError",
+    "RequestError",
     "StaleHandleError",
     "TransferError",
     "TransferTimeoutError",

@@ -1,7 +1,8 @@
-"""The vLLM side: a spec, a manager and a worker for vLLM's own `OffloadingConnector`.
+"""The vLLM side: a connector, and a spec for vLLM's own `OffloadingConnector`.
 
-`spec_module_path="kvoffload_rs.vllm"` finds `KvOffloadSpec` here. It is loaded on first use, so
-that the plugin, which vLLM loads in every process, stays light.
+`kv_connector_module_path="kvoffload_rs.vllm"` finds `KvOffloadConnector` here, and
+`spec_module_path="kvoffload_rs.vllm"` finds `KvOffloadSpec`. Both are loaded on first use, so that
+the plugin, which vLLM loads in every process, stays light.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvoffload_rs.vllm.connector import KvOffloadConnector
     from kvoffload_rs.vllm.spec import KvOffloadSpec
 
-__all__ = ["KvOffloadSpec"]
+__all__ = ["KvOffloadConnector", "KvOffloadSpec"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from kvoffload_rs.vllm.spec import KvOffloadSpec
 
         return KvOffloadSpec
+    if name == "KvOffloadConnector":
+        from kvoffload_rs.vllm.connector import KvOffloadConnector
+
+        return KvOffloadConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

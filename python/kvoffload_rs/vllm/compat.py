@@ -385,3 +385,77 @@ def known_keys(version: tuple[int, int] | None) -> tuple[frozenset[str], dict[st
         else:
             read.add(key)
     return frozenset(read), unread
+
+
+# --- the connector -------------------------------------------------------------------------------
+
+#: True from 0.30: a worker names the requests whose loads failed. Before, only blocks can be named,
+#: which works for models with one KV group.
+HAS_FAILED_RECVING: bool
+
+#: The layout in which one block of all layers is in one piece, where layouts can be chosen (0.30);
+#: before, `prefer_cross_layer_blocks` asks for the same.
+PREFERRED_LAYOUT: str | None
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+
+    HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
+    PREFERRED_LAYOUT = (
+        None
+        if hasattr(connector_base.KVConnectorBase_V1, "prefer_cross_layer_blocks")
+        else "BLHNC"
+    )
+except ImportError:
+    HAS_FAILED_RECVING, PREFERRED_LAYOUT = False, None
+
+
+def version_text() -> str:
+    """The installed vLLM's version, for people."""
+    return str(getattr(vllm, "__version__", "of an unknown version"))
+
+
+def tokens_per_hash(config: Any) -> int:
+    """Tokens that one block hash of a request covers; from 0.26."""
+    return int(config.cache.tokens_per_hash)
+
+
+def make_spec(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """Our spec, from what a connector is made from.
+
+    Raises:
+        ConfigError: vLLM is older than 0.26.
+    """
+    from kvoffload_rs.vllm.spec import KvOffloadSpec
+
+    if not HAS_CONFIG:
+        raise ConfigError(
+            f"KvOffloadConnector needs vLLM 0.26 or later, this is {version_text()}",
+            field="kv_connector",
+            value="KvOffloadConnector",
+            hint='Use "kv_connector": "OffloadingConnector" with "spec_name": "KvOffloadSpec".',
+        )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        build_offloading_config,
+    )
+
+    return KvOffloadSpec(build_offloading_config(vllm_config, kv_cache_config))
+
+
+def kv_cache_registrar(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """vLLM's own worker of an offloading connector, for the one thing that it knows best: how each
+    attention backend lays out its KV cache. It hands a description to `spec.get_worker`."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
+
+    wanted = inspect.signature(OffloadingConnectorWorker.__init__).parameters
+    given = {"spec": spec, "vllm_config": vllm_config, "kv_cache_config": kv_cache_config}
+    return OffloadingConnectorWorker(**{name: given[name] for name in given if name in wanted})
+
+
+def transfer_results(done: set[str], failed: set[str]) -> Any:
+    """What `get_transfer_results` answers (from 0.30)."""
+    return connector_base.KVConnectorTransferResults(
+        finished_recving=done | failed, failed_recving=failed
+    )

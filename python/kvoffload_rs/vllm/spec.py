@@ -109,6 +109,21 @@ class KvOffloadSpec(OffloadingSpec):
         return self._settings
 
     @property
+    def facts(self) -> compat.EngineFacts:
+        """What is known of the engine."""
+        return self._facts
+
+    @property
+    def chunk(self) -> int:
+        """GPU blocks in a chunk."""
+        return self._chunk
+
+    @property
+    def transfers(self) -> RankTransfers | None:
+        """This rank's copies, once `get_worker` was called."""
+        return self._transfers
+
+    @property
     def num_slots(self) -> int:
         """Slots of the host pool."""
         return self._capacity.num_slots

@@ -13,8 +13,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
+
+import numpy as np
 
 from kvoffload_rs import _core
 from kvoffload_rs.config import Capacity, Settings
@@ -39,6 +41,15 @@ def _shut_down_all() -> None:
     if os.getpid() == _process:
         for transfers in list(_live.values()):
             transfers.shutdown()
+
+
+class Slots:
+    """Host slots as the copies take them."""
+
+    __slots__ = ("block_ids",)
+
+    def __init__(self, slots: bytes) -> None:
+        self.block_ids = np.frombuffer(slots, dtype=np.int32)
 
 
 class RankTransfers:
@@ -76,6 +87,11 @@ class RankTransfers:
             for refs in kv_caches.group_data_refs
         ]
         slot_bytes = _core.slot_bytes(groups, blocks_per_chunk)
+        self.num_slots = capacity.num_slots
+        self.slot_bytes = slot_bytes
+        self.chunk_bytes = [blocks_per_chunk * sum(size for _, size in refs) for refs in groups]
+        self.pages_per_block = [len(refs) for refs in groups]
+        self.before_drain: Callable[[], None] | None = None
         if slot_bytes > capacity.slot_bytes:
             raise CapacityError(
                 f"a chunk on rank {rank} has {slot_bytes} bytes, but slots were planned with "
@@ -131,6 +147,14 @@ class RankTransfers:
             self._core.submit_load(job_id, host, gpu)
         return True
 
+    def start_store(self, job_id: int, blocks: Any, slots: bytes) -> None:
+        """As `submit_store`, for a caller that deals with errors, with slots as native int32."""
+        self._core.submit_store(job_id, blocks, Slots(slots))
+
+    def start_load(self, job_id: int, slots: bytes, blocks: Any) -> None:
+        """As `submit_load`, for a caller that deals with errors, with slots as native int32."""
+        self._core.submit_load(job_id, Slots(slots), blocks)
+
     def finished(self, *, stores: bool = True, loads: bool = True) -> list[Any]:
         """The transfers that are over, each once. Raises if one failed, and keeps the others.
 
@@ -165,6 +189,8 @@ class RankTransfers:
     def drain(self) -> None:
         """Waits until no copy is under way. Raises at the deadline."""
         if not self._closed:
+            if self.before_drain is not None:
+                self.before_drain()
             with _Loud("drain", None):
                 self._core.drain()
 

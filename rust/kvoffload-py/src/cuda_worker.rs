@@ -54,7 +54,7 @@ impl CudaWorker {
         kernel_blocks: Option<u32>,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let wait_timeout = timeout(py, wait_timeout_s)?;
+        let wait_timeout = timeout(py, "wait_timeout_s", wait_timeout_s)?;
         let tensors = shapes(py, tensors)?.into_iter();
         let copy_path = match copy_path {
             "auto" => CopyPath::Auto,

@@ -11,6 +11,7 @@ mod errors;
 mod fast;
 mod keylist;
 mod manager;
+mod requests;
 mod worker;
 
 use pyo3::prelude::*;
@@ -27,6 +28,8 @@ mod _core {
     use super::keylist::KeyList;
     #[pymodule_export]
     use super::manager::{Manager, Request};
+    #[pymodule_export]
+    use super::requests::Requests;
     #[pymodule_export]
     use super::worker::{HostWorker, machine_memory, slot_bytes};
 

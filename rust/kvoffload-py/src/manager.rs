@@ -275,33 +275,7 @@ impl Manager {
 
     /// Sizes now, and counts since the start.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.core.stats();
-        let dict = PyDict::new(py);
-        for (name, value) in [
-            ("slots", stats.slots),
-            ("free", stats.free),
-            ("ready", stats.ready),
-            ("writing", stats.writing),
-            ("pinned", stats.pinned),
-            ("evictable", stats.evictable),
-            ("hits", stats.hits),
-            ("misses", stats.misses),
-            ("laters", stats.laters),
-            ("overdue", stats.overdue),
-            ("stored", stats.stored),
-            ("store_failures", stats.store_failures),
-            ("loaded", stats.loaded),
-            ("evicted", stats.evicted),
-            ("refused", stats.refused),
-            ("left_out", stats.left_out),
-            ("skipped", stats.skipped),
-            ("resets", stats.resets),
-            ("stale_completions", stats.stale_completions),
-            ("events_dropped", stats.events_dropped),
-        ] {
-            dict.set_item(name, value)?;
-        }
-        Ok(dict)
+        stats_dict(py, &self.core.stats())
     }
 
     /// Chunks asked for by each store since the last call.
@@ -321,38 +295,79 @@ impl Manager {
 
     /// The whole state, for tests: keys with slot, state and pins, and the policy's order.
     fn debug_state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dump = self.core.dump();
-        let keys = PyDict::new(py);
-        let mut names = std::collections::HashMap::new();
-        for chunk in &dump.keys {
-            let name = PyBytes::new(py, chunk.key.as_bytes());
-            let state = if chunk.state == SlotState::Ready {
-                "ready"
-            } else {
-                "writing"
-            };
-            keys.set_item(&name, (chunk.slot.get(), state, chunk.pins))?;
-            names.insert(chunk.slot, name);
-        }
-        let resident = PyDict::new(py);
-        for (name, slots) in &dump.policy.resident {
-            resident.set_item(
-                name,
-                PyList::new(py, slots.iter().map(|slot| &names[slot]))?,
-            )?;
-        }
-        let ghosts = PyDict::new(py);
-        for (name, keys) in &dump.policy.ghosts {
-            ghosts.set_item(
-                name,
-                PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))?,
-            )?;
-        }
-        let state = PyDict::new(py);
-        state.set_item("keys", keys)?;
-        state.set_item("resident", resident)?;
-        state.set_item("ghosts", ghosts)?;
-        state.set_item("target", dump.policy.target)?;
-        Ok(state)
+        debug_state(py, &self.core.dump())
     }
+}
+
+/// The manager's counters by name.
+pub(crate) fn stats_dict<'py>(
+    py: Python<'py>,
+    stats: &kvoffload_core::manager::Stats,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, value) in [
+        ("slots", stats.slots),
+        ("free", stats.free),
+        ("ready", stats.ready),
+        ("writing", stats.writing),
+        ("pinned", stats.pinned),
+        ("evictable", stats.evictable),
+        ("hits", stats.hits),
+        ("misses", stats.misses),
+        ("laters", stats.laters),
+        ("overdue", stats.overdue),
+        ("stored", stats.stored),
+        ("store_failures", stats.store_failures),
+        ("loaded", stats.loaded),
+        ("evicted", stats.evicted),
+        ("discarded", stats.discarded),
+        ("refused", stats.refused),
+        ("left_out", stats.left_out),
+        ("skipped", stats.skipped),
+        ("resets", stats.resets),
+        ("stale_completions", stats.stale_completions),
+        ("events_dropped", stats.events_dropped),
+    ] {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}
+
+/// The whole state of a pool, for tests.
+pub(crate) fn debug_state<'py>(
+    py: Python<'py>,
+    dump: &kvoffload_core::manager::StateDump,
+) -> PyResult<Bound<'py, PyDict>> {
+    let keys = PyDict::new(py);
+    let mut names = std::collections::HashMap::new();
+    for chunk in &dump.keys {
+        let name = PyBytes::new(py, chunk.key.as_bytes());
+        let state = if chunk.state == SlotState::Ready {
+            "ready"
+        } else {
+            "writing"
+        };
+        keys.set_item(&name, (chunk.slot.get(), state, chunk.pins))?;
+        names.insert(chunk.slot, name);
+    }
+    let resident = PyDict::new(py);
+    for (name, slots) in &dump.policy.resident {
+        resident.set_item(
+            name,
+            PyList::new(py, slots.iter().map(|slot| &names[slot]))?,
+        )?;
+    }
+    let ghosts = PyDict::new(py);
+    for (name, keys) in &dump.policy.ghosts {
+        ghosts.set_item(
+            name,
+            PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))?,
+        )?;
+    }
+    let state = PyDict::new(py);
+    state.set_item("keys", keys)?;
+    state.set_item("resident", resident)?;
+    state.set_item("ghosts", ghosts)?;
+    state.set_item("target", dump.policy.target)?;
+    Ok(state)
 }

@@ -51,7 +51,7 @@ impl HostWorker {
         wait_timeout_s: f64,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        let wait_timeout = timeout(py, wait_timeout_s)?;
+        let wait_timeout = timeout(py, "wait_timeout_s", wait_timeout_s)?;
         let verify = verify_mode(py, verify, verify_sample)?;
         let tensors = shapes(py, tensors)?
             .into_iter()
@@ -242,10 +242,10 @@ pub(crate) fn shapes(
     tensors.into_iter().map(shape).collect()
 }
 
-pub(crate) fn timeout(py: Python<'_>, wait_timeout_s: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(wait_timeout_s).map_err(|_| {
-        let text = format!("wait_timeout_s is {wait_timeout_s}: give seconds, 0 or more");
-        config_error(py, "wait_timeout_s", text)
+pub(crate) fn timeout(py: Python<'_>, field: &'static str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| {
+        let text = format!("{field} is {seconds}: give seconds, 0 or more");
+        config_error(py, field, text)
     })
 }
 

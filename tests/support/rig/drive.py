@@ -23,12 +23,18 @@ def main() -> None:
     parser.add_argument("--blocks-per-chunk", type=int, default=1)
     parser.add_argument("--spec-name", default="KvOffloadSpec")
     parser.add_argument("--spec-module", default="kvoffload_rs.vllm")
+    parser.add_argument("--connector", default="OffloadingConnector")
     arguments = parser.parse_args()
 
     from support.rig import versions  # first: it makes old releases importable
     from support.rig.scenarios import SCENARIOS, Settings, Skipped
 
-    settings = Settings(arguments.blocks_per_chunk, arguments.spec_name, arguments.spec_module)
+    settings = Settings(
+        arguments.blocks_per_chunk,
+        arguments.spec_name,
+        arguments.spec_module,
+        arguments.connector,
+    )
     results: dict[str, object] = {}
     for name in arguments.scenarios or SCENARIOS:
         start = time.monotonic()

@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -48,6 +48,18 @@ class Totals:
     waiting_steps: int = 0
 
 
+class OurPool:
+    """What tests ask a manager, answered by our connector."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+
+    def stats(self) -> dict[str, int]:
+        """Sizes and counts of the pool."""
+        stats: dict[str, int] = self.core.pool_stats()
+        return stats
+
+
 class Rig:
     """One engine. ``extra`` is what the user would put into ``kv_connector_extra_config``."""
 
@@ -63,7 +75,9 @@ class Rig:
         max_num_batched_tokens: int = 256,
         ranks: int = 1,
         async_scheduling: bool = False,
+        connector: str = "OffloadingConnector",
     ) -> None:
+        self.ours = connector == versions.OUR_CONNECTOR
         self.groups = groups or [Group(["full.0", "full.1"])]
         self.totals = Totals()
         self.finished: dict[str, list[int]] = {}
@@ -84,6 +98,7 @@ class Rig:
                 rank=rank,
                 async_scheduling=async_scheduling,
                 engine_id=engine_id,
+                connector=connector,
             )
             for rank in [0, *range(ranks)]
         ]
@@ -99,7 +114,7 @@ class Rig:
         )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block, sha256)
-        self.workers: list[OffloadingConnector] = []
+        self.workers: list[Any] = []
         pages = []
         for config in self._rank_configs:
             versions.register_layers(config, self.groups)
@@ -108,7 +123,9 @@ class Rig:
             )
             pages.append(rank_pages)
             with set_current_vllm_config(config):
-                worker = OffloadingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+                worker = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.WORKER, kv_cache_config
+                )
                 worker.register_kv_caches(tensors)
             self.workers.append(worker)
         self.model = FakeModel(self.groups, block_size, pages)
@@ -219,6 +236,13 @@ class Rig:
                 self.totals.preemptions += request.num_preemptions
 
     def _count(self, metadata: Any) -> None:
+        if self.ours:
+            self.totals.loads += len(metadata.loads)
+            self.totals.stores += len(metadata.stores)
+            self.totals.loaded_blocks += sum(len(one.blocks) // 4 for one in metadata.loads)
+            self.totals.stored_blocks += sum(len(one.blocks) // 4 for one in metadata.stores)
+            self.totals.flushes += len(metadata.flush)
+            return
         for jobs, name in ((metadata.load_jobs, "load"), (metadata.store_jobs, "store")):
             for job in jobs.values():
                 sides = getattr(job, "transfer_spec", None) or (job.src_spec, job.dst_spec)
@@ -254,6 +278,10 @@ class Rig:
 
     def tracked(self) -> list[str]:
         """The requests that the connector has not forgotten yet."""
+        if self.ours:
+            core = self.scheduler.connector.scheduler_side.core
+            core.validate()
+            return [f"{core.num_requests} requests"] if core.num_requests else []
         return list(self.scheduler.connector.connector_scheduler._req_status)
 
     # --- reset, end ---------------------------------------------------------------------------
@@ -276,5 +304,7 @@ class Rig:
 
     @property
     def manager(self) -> Any:
-        """The spec's manager, as the scheduler's connector holds it."""
+        """The spec's manager, as the scheduler's connector holds it; our connector's pool."""
+        if self.ours:
+            return OurPool(self.scheduler.connector.scheduler_side.core)
         return self.scheduler.connector.connector_scheduler.manager

@@ -14,6 +14,7 @@ from .versions import (
     CAN_CHURN_HYBRID,
     CAN_RESET_CONNECTOR,
     CAN_RESET_LIVE_REQUESTS,
+    OUR_CONNECTOR,
 )
 
 BLOCK = 16
@@ -30,6 +31,12 @@ class Settings:
     blocks_per_chunk: int
     spec_name: str
     spec_module: str
+    connector: str = "OffloadingConnector"
+
+    @property
+    def ours(self) -> bool:
+        """Our connector, not vLLM's with a spec."""
+        return self.connector == OUR_CONNECTOR
 
 
 class Skipped(Exception):
@@ -40,7 +47,10 @@ class Pool:
     """Counts what the manager answers, whoever's manager it is."""
 
     def __init__(self, rig: Rig) -> None:
+        self._rig = rig
         self.refused = self.evicted = self.stored = 0
+        if rig.ours:
+            return
         prepare_store = rig.manager.prepare_store
 
         def counted(*arguments: Any) -> Any:
@@ -54,6 +64,17 @@ class Pool:
 
         rig.manager.prepare_store = counted
 
+    def look(self) -> Pool:
+        """Brings the counts up to date."""
+        if self._rig.ours:
+            stats = self._rig.manager.stats()
+            self.refused, self.evicted, self.stored = (
+                stats["refused"] + stats["left_out"],
+                stats["evicted"],
+                stats["stored"],
+            )
+        return self
+
 
 def make_rig(
     settings: Settings, slots: int, *, ranks: int = 1, slow: bool = False, **more: Any
@@ -61,19 +82,19 @@ def make_rig(
     """An engine whose host pool holds ``slots`` chunks. ``more`` goes to ``Rig``."""
     chunk_bytes = LAYERS * PAGE_BYTES * settings.blocks_per_chunk
     extra: dict[str, Any] = {
-        "spec_name": settings.spec_name,
-        "spec_module_path": settings.spec_module,
         "cpu_bytes_to_use": slots * chunk_bytes * ranks,
         "block_size": BLOCK * settings.blocks_per_chunk,
         "offload_prompt_only": more.pop("prompt_only", True),
     }
-    if settings.spec_name == "KvOffloadSpec":
+    if not settings.ours:
+        extra |= {"spec_name": settings.spec_name, "spec_module_path": settings.spec_module}
+    if settings.ours or settings.spec_name == "KvOffloadSpec":
         extra["verify"] = more.pop("verify", "all")
         extra["eviction_policy"] = more.pop("policy", "lru")
         faults = (SLOW_COPIES if slow else {}) | more.pop("faults", {})
         if faults:
             extra["fault_injection"] = faults
-    return Rig(extra, ranks=ranks, **more)
+    return Rig(extra, ranks=ranks, connector=settings.connector, **more)
 
 
 def prompt(seed: str, blocks: int, tail: int = 5) -> list[int]:
@@ -105,7 +126,7 @@ def end(rig: Rig, pool: Pool | None = None) -> dict[str, Any]:
         assert now["free"] + now["ready"] == now["slots"], now
     rig.shutdown()
     figures = asdict(rig.totals) | {"rows_checked": rig.model.rows_checked}
-    return figures | ({"refused": pool.refused, "evicted": pool.evicted} if pool else {})
+    return figures | ({"refused": pool.look().refused, "evicted": pool.evicted} if pool else {})
 
 
 def round_trip(settings: Settings, **more: Any) -> dict[str, Any]:

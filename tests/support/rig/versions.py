@@ -44,6 +44,8 @@ KEEPS_STEPPING = VERSION >= (0, 24)  # the connector can ask for steps while cop
 # 0.21 asserts that what a sliding window has freed is still counted as computed.
 CAN_CHURN_HYBRID = VERSION >= (0, 24)
 MAX_MODEL_LEN = 1024
+OUR_CONNECTOR = "KvOffloadConnector"
+OUR_MODULE = "kvoffload_rs.vllm"
 
 _MODEL = dict(
     architectures=["LlamaForCausalLM"],
@@ -73,6 +75,7 @@ def make_vllm_config(
     rank: int,
     async_scheduling: bool,
     engine_id: str,
+    connector: str = "OffloadingConnector",
 ) -> VllmConfig:
     """The engine's configuration as one process (the scheduler's, or rank ``rank``'s) sees it."""
     model_dir = Path(tempfile.gettempdir()) / "kvoffload-rig-model"
@@ -100,10 +103,12 @@ def make_vllm_config(
             is_encoder_decoder=False,
         ),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="OffloadingConnector",
+            kv_connector=connector,
+            kv_connector_module_path=OUR_MODULE if connector == OUR_CONNECTOR else None,
             kv_role="kv_both",
             engine_id=engine_id,
             kv_connector_extra_config=extra,
+            kv_load_failure_policy="recompute",
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )

@@ -1,0 +1,91 @@
+"""What the connector has to know of the model's KV cache and of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm.v1 import kv_cache_interface as kv
+
+from kvoffload_rs.errors import ConfigError
+
+Span = Literal["full", "window", "local", "state"]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One KV group.
+
+    Attributes:
+        group_id: its number in vLLM's list.
+        tokens_per_block: tokens of one block over all context-parallel ranks.
+        span: what of a prefix it must hold: all, a window's tokens, the tokens of a local chunk,
+            or one state.
+        tokens: size of the window or the local chunk.
+        draft: it holds a draft model's layers.
+    """
+
+    group_id: int
+    tokens_per_block: int
+    span: Span
+    tokens: int
+    draft: bool
+
+    def as_tuple(self) -> tuple[int, int, str, int, bool]:
+        """As `_core.Requests` takes it."""
+        return (self.group_id, self.tokens_per_block, self.span, self.tokens, self.draft)
+
+
+def group_facts(kv_cache_config: Any, tokens_per_block: tuple[int, ...]) -> list[GroupFacts]:
+    """The model's KV groups.
+
+    Args:
+        kv_cache_config: vLLM's `KVCacheConfig`.
+        tokens_per_block: of each group that vLLM offloads.
+
+    Raises:
+        ConfigError: a group cannot be offloaded, or cannot be looked up by hashes.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != len(tokens_per_block):
+        raise ConfigError(
+            f"the model has {len(groups)} KV groups, of which vLLM offloads "
+            f"{len(tokens_per_block)}",
+            field="kv_cache_groups",
+            value=len(groups),
+            hint="KvOffloadConnector offloads all groups or none: use KvOffloadSpec.",
+        )
+    return [
+        GroupFacts(number, tokens, *_span(number, group.kv_cache_spec), _is_draft(group))
+        for number, (group, tokens) in enumerate(zip(groups, tokens_per_block, strict=True))
+    ]
+
+
+def _is_draft(group: Any) -> bool:
+    return bool(getattr(group, "is_eagle_group", False))
+
+
+def _span(number: int, spec: Any) -> tuple[Span, int]:
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):
+        spans = {_span(number, one) for one in spec.kv_cache_specs.values()}
+        if len(spans) == 1:
+            return spans.pop()
+    elif isinstance(spec, kv.SlidingWindowSpec):
+        # Newer releases keep some tokens beyond the window, and look for them after a hit.
+        return "window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    elif isinstance(spec, kv.ChunkedLocalAttentionSpec):
+        return "local", spec.attention_chunk_size
+    elif isinstance(spec, kv.MambaSpec):
+        if getattr(spec, "mamba_cache_mode", "none") != "none":
+            return "state", 0
+    elif isinstance(spec, kv.FullAttentionSpec):
+        # Hidden states and the like are rewritten, not cached; vLLM says so by this.
+        if getattr(spec, "prefix_cacheable", True) and type(spec).__name__ != "RSWASpec":
+            return "full", 0
+    raise ConfigError(
+        f"KV group {number} is of the kind {type(spec).__name__}, whose blocks cannot be found "
+        "again by their tokens",
+        field="kv_cache_groups",
+        value=type(spec).__name__,
+        hint="Remove the KV offloading settings for this model.",
+    )
