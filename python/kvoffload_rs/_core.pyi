@@ -230,6 +230,21 @@ class HostWorker:
                 next call.
         """
 
+    def take_outcomes(self) -> list[tuple[int, bool, int, float, Exception | None]]:
+        """Job, whether it is a store, bytes, seconds and error of what is over since the last call.
+
+        Oldest first. The error is None when every byte arrived; otherwise it is what
+        `take_finished` would raise, and what the job was to write must not be used.
+        """
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Asks that jobs be given up; unknown ids are ignored. Never waits.
+
+        Each still ends once: with a TransferError, or well if all was copied already. It ends soon,
+        whatever it waits for, and no copy of it is begun any more; one that is under way runs to
+        its end first. What a cancelled store was to write counts as not stored.
+        """
+
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until jobs are over; unknown ids are ignored. They stay in `take_finished`.
 
@@ -350,6 +365,21 @@ class CudaWorker:
         Raises:
             TransferError: a job failed. Each failure is raised once; what succeeded comes with the
                 next call.
+        """
+
+    def take_outcomes(self) -> list[tuple[int, bool, int, float, Exception | None]]:
+        """Job, whether it is a store, bytes, seconds and error of what is over since the last call.
+
+        Oldest first. The error is None when every byte arrived; otherwise it is what
+        `take_finished` would raise, and what the job was to write must not be used.
+        """
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Asks that jobs be given up; unknown ids are ignored. Never waits.
+
+        Each still ends once: with a TransferError, or well if all was copied already. It ends soon,
+        whatever it waits for, and no copy of it is begun any more; one that is under way runs to
+        its end first. What a cancelled store was to write counts as not stored.
         """
 
     def wait(self, job_ids: Iterable[int], stream: int | None = None) -> None:

@@ -21,11 +21,12 @@ from kvoffload_rs.errors import (
     EngineClosedError,
     InvalidJobError,
     TransferError,
+    VerifyError,
     WorkerExistsError,
 )
 from kvoffload_rs.vllm import compat, copies
 from kvoffload_rs.vllm.manager import HostSlotsSpec
-from kvoffload_rs.vllm.worker import DirectionHandler, KvOffloadWorker
+from kvoffload_rs.vllm.worker import DirectionHandler, KvOffloadWorker, RankTransfers
 from shapes import BYTES_PER_BLOCK, MEMORY, PAGE, gpu_blocks, kv_caches, make_spec
 from vllm.v1.kv_offload import base
 
@@ -273,6 +274,70 @@ def test_a_failure_does_not_take_other_results_with_it() -> None:
     assert len(failed) == len(done) == 2
     assert failed | done == {0, 1, 2, 3}
     side.shutdown()
+
+
+def take_outcomes(transfers: RankTransfers, count: int) -> list[Any]:
+    """The ends of so many jobs, in the order in which they came."""
+    outcomes: list[Any] = []
+    deadline = time.monotonic() + 10
+    while len(outcomes) < count and time.monotonic() < deadline:
+        outcomes += transfers.outcomes()
+        time.sleep(0.001)
+    assert len(outcomes) == count
+    return outcomes
+
+
+def test_a_stalled_transfer_can_be_cancelled() -> None:
+    made, caches = make_spec({"fault_injection": {"stall_job": 2}}), kv_caches()
+    transfers = made.get_worker(caches).transfers
+    transfers.submit_store(1, gpu_blocks(1), slots(0))
+    assert [outcome[0] for outcome in take_outcomes(transfers, 1)] == [1]
+    before = [canonical.tensor.clone() for canonical in caches.tensors]
+    transfers.submit_load(2, slots(0), gpu_blocks(2))
+    transfers.submit_store(3, gpu_blocks(2), slots(4))  # reads what job 2 writes
+    time.sleep(0.05)
+    assert transfers.outcomes() == []
+    transfers.cancel({3, 17})
+    (blocked,) = take_outcomes(transfers, 1)
+    transfers.cancel([2])
+    (stalled,) = take_outcomes(transfers, 1)
+    for outcome, job_id, is_store in ((blocked, 3, True), (stalled, 2, False)):
+        *facts, _seconds, error = outcome
+        assert facts == [job_id, is_store, 0]
+        assert type(error) is TransferError
+        assert error.job == job_id
+        assert "cancelled" in str(error)
+    for canonical, old_bytes in zip(caches.tensors, before, strict=True):
+        assert torch.equal(canonical.tensor, old_bytes)
+    stats = transfers.stats()
+    assert (stats["stores_cancelled"], stats["loads_cancelled"]) == (1, 1)
+    assert (stats["store_failures"], stats["load_failures"]) == (0, 0)
+    transfers.submit_load(4, slots(0), gpu_blocks(2))
+    assert take_outcomes(transfers, 1)[0][4] is None
+    for canonical, old_bytes in zip(caches.tensors, before, strict=True):
+        assert torch.equal(canonical.tensor[2], old_bytes[1])
+    transfers.cancel([4])
+    transfers.shutdown()
+
+
+def test_outcomes_name_failures_among_the_others_in_order() -> None:
+    extra = {"fault_injection": {"fail_every_store": 3}, "verify": "all"}
+    transfers = make_spec(extra).get_worker(kv_caches()).transfers
+    for job_id in range(5):
+        transfers.submit_store(job_id, gpu_blocks(job_id), slots(job_id))
+    outcomes = take_outcomes(transfers, 5)
+    transfers.submit_load(5, slots(2), gpu_blocks(7))
+    outcomes += take_outcomes(transfers, 1)
+    assert [(job_id, is_store, size) for job_id, is_store, size, *_ in outcomes] == [
+        *((job_id, True, 0 if job_id == 2 else BYTES_PER_BLOCK) for job_id in range(5)),
+        (5, False, 0),
+    ]
+    errors = [error for *_, error in outcomes]
+    assert [type(error) for error in errors if error] == [TransferError, VerifyError]
+    assert [(error.job, error.slot) for error in errors if error] == [(2, 2), (5, 2)]
+    assert transfers.outcomes() == []
+    assert transfers.finished() == []
+    transfers.shutdown()
 
 
 def test_what_is_left_is_ended_at_exit() -> None:

@@ -52,6 +52,15 @@ class _Copies:
             *self._after(),
         )
 
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Asks that the jobs be given up; never waits. Each still ends once."""
+        self._core.cancel(job_ids)
+
+    def take_outcomes(self) -> list[tuple[int, bool, int, float, Exception | None]]:
+        """Job, whether it is a store, bytes, seconds and error of what is over, oldest first."""
+        outcomes: list[tuple[int, bool, int, float, Exception | None]] = self._core.take_outcomes()
+        return outcomes
+
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until the jobs are over; with a stream, until they are for what follows on it."""
         self._core.wait(job_ids, *self._after())

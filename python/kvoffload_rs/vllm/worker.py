@@ -178,6 +178,24 @@ class RankTransfers:
             done, self._loaded = done + self._loaded, []
         return done
 
+    def outcomes(self) -> list[tuple[int, bool, int, float, Exception | None]]:
+        """The transfers that are over, oldest first, for a caller that can bear that one fails.
+
+        Job, whether it is a store, bytes, seconds, and the error; None if every byte arrived.
+        A transfer is reported here or by `finished`, once.
+        """
+        try:
+            return self._core.take_outcomes()
+        finally:
+            self._say()
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Asks that the jobs be given up; unknown ones are ignored. Never waits.
+
+        Each still ends once: with a `TransferError`, or well if all was copied already.
+        """
+        self._core.cancel(job_ids)
+
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until the jobs are over; unknown ones are. Raises at the deadline.
 

@@ -12,8 +12,8 @@ use pyo3::types::PyDict;
 
 use crate::convert::{Numbers, cast};
 use crate::worker::{
-    Finished, Parts, config_error, finished, job_list, page_refs, shapes, start_error, submit,
-    timeout, verify_mode, wait_error,
+    Finished, Outcome, Parts, config_error, finished, job_list, outcomes, page_refs, shapes,
+    start_error, submit, timeout, verify_mode, wait_error,
 };
 
 /// One rank's pinned host region, and the threads that copy between it and a GPU.
@@ -149,6 +149,17 @@ impl CudaWorker {
     /// (job, whether it is a store, bytes, seconds) of what is over since the last call.
     fn take_finished(&self, py: Python<'_>) -> PyResult<Vec<Finished>> {
         finished(py, self.engine.take_finished_or_failure())
+    }
+
+    /// All that is over since the last call, with its error if it failed; raises none.
+    fn take_outcomes(&self, py: Python<'_>) -> Vec<Outcome> {
+        outcomes(py, self.engine.take_finished())
+    }
+
+    /// Asks that jobs be given up; unknown ids are ignored. Never waits.
+    fn cancel(&self, job_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.engine.cancel(&job_list(job_ids)?);
+        Ok(())
     }
 
     /// Waits until jobs are over, or has a stream wait for them; unknown ids are ignored.

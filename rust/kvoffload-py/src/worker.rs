@@ -20,6 +20,9 @@ use crate::errors::{About, raise};
 /// (job, whether it is a store, bytes, seconds)
 pub(crate) type Finished = (u64, bool, u64, f64);
 
+/// As [`Finished`], and its error.
+pub(crate) type Outcome = (u64, bool, u64, f64, Option<Py<PyAny>>);
+
 /// One rank's host region, and the threads that copy to and from it.
 #[pyclass(frozen, module = "kvoffload_rs._core")]
 pub(crate) struct HostWorker {
@@ -116,6 +119,17 @@ impl HostWorker {
     /// (job, whether it is a store, bytes, seconds) of what is over since the last call.
     fn take_finished(&self, py: Python<'_>) -> PyResult<Vec<Finished>> {
         finished(py, self.engine.take_finished_or_failure())
+    }
+
+    /// All that is over since the last call, with its error if it failed; raises none.
+    fn take_outcomes(&self, py: Python<'_>) -> Vec<Outcome> {
+        outcomes(py, self.engine.take_finished())
+    }
+
+    /// Asks that jobs be given up; unknown ids are ignored. Never waits.
+    fn cancel(&self, job_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.engine.cancel(&job_list(job_ids)?);
+        Ok(())
     }
 
     /// Waits until jobs are over; unknown ids are ignored.
@@ -287,6 +301,17 @@ pub(crate) fn finished(
             ),
         }),
     }
+}
+
+/// What `take_outcomes` gives to Python.
+pub(crate) fn outcomes(py: Python<'_>, ends: Vec<Completion>) -> Vec<Outcome> {
+    let outcome = |end: Completion| {
+        let error = end.outcome.err();
+        let error = error.map(|error| copy_error(py, &error).into_value(py).into_any());
+        let is_store = end.kind == JobKind::Store;
+        (end.job, is_store, end.bytes, end.seconds, error)
+    };
+    ends.into_iter().map(outcome).collect()
 }
 
 pub(crate) fn job_list(job_ids: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
