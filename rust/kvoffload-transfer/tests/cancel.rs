@@ -206,7 +206,7 @@ fn the_slots_of_a_cancelled_store_hold_nothing() {
         );
     };
     let rig = Rig::with(&shape(), faults(), |config| config.stored_only = true);
-    rig.store(10, &[0], &[3]);
+    rig.store(10, &[0, 2], &[3, 4]);
     rig.finish_well(&[10]);
     rig.store(1, &[1], &[4]);
     rig.load(11, &[3], &[5]); // wants the old bytes of slot 3
