@@ -279,6 +279,7 @@ def tiny_pool(settings: Settings, **more: Any) -> dict[str, Any]:
         for again in range(2):
             rig.run(f"{turn}.hot{again}", prompt("hot", 2))
             rig.forget_gpu()
+    pool.look()
     assert pool.evicted > 0, vars(pool)
     assert pool.refused > 0, vars(pool)
     assert rig.totals.loads > 0, rig.totals
@@ -287,7 +288,7 @@ def tiny_pool(settings: Settings, **more: Any) -> dict[str, Any]:
 
 def abort_in_flight(settings: Settings) -> dict[str, Any]:
     """Requests are dropped while queued, while they load, while they store, and once preempted."""
-    if not CAN_ABORT:
+    if not (CAN_ABORT or settings.ours):
         raise Skipped("this release stores what an aborted request has not computed")
     rig = make_rig(settings, 16, slow=True, num_blocks=24, max_num_batched_tokens=64)
     for turn in range(10):
@@ -338,7 +339,7 @@ def churn(settings: Settings, seed: int = 0, **more: Any) -> dict[str, Any]:
             rig.step()
         if rng.random() < 0.15:
             alive = [r.request_id for r in requests(rig) if not r.is_finished()]
-            if alive and CAN_ABORT:
+            if alive and (CAN_ABORT or settings.ours):
                 rig.abort(rng.choice(alive))
         if CAN_RESET_LIVE_REQUESTS and rng.random() < 0.05:
             rig.scheduler.reset_connector_cache()
@@ -359,7 +360,7 @@ def churn_hybrid(settings: Settings) -> dict[str, Any]:
     """The same with a sliding-window group."""
     if not CAN_CHURN_HYBRID:
         raise Skipped("this release fails an assertion of its own when a sliding window has moved")
-    if settings.blocks_per_chunk > 1:
+    if settings.blocks_per_chunk > 1 and not settings.ours:
         # Seen on 0.33.0: a chunk stored as blocks (gone, 6) and loaded whole later. Such a load is refused.
         raise Skipped("vLLM's connector stores chunks without the blocks that a window has passed")
     return churn(settings, seed=2, groups=HYBRID)
@@ -395,7 +396,10 @@ def control_no_reset(settings: Settings) -> dict[str, Any]:
     if not CAN_RESET_CONNECTOR:
         raise Skipped("this release's connector cannot be reset")
     rig = make_rig(settings, 64)
-    rig.manager.reset_cache = lambda: None
+    if rig.ours:
+        rig.scheduler.connector.scheduler_side.reset = lambda: None
+    else:
+        rig.manager.reset_cache = lambda: None
     rig.run("a", prompt("a", 9))
     rig.reset_everything()
     try:
