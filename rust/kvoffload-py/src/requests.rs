@@ -390,9 +390,10 @@ impl Requests {
         Ok(ended)
     }
 
-    /// Empties the pool; nothing that was computed or loaded before is stored or served again.
-    fn reset(&self) {
-        self.core.lock().reset();
+    /// Empties the pool; nothing that was computed or loaded before is stored or found again. Answers
+    /// how many loads go on with what they had.
+    fn reset(&self, fail_loads: bool) -> usize {
+        self.core.lock().reset(fail_loads)
     }
 
     /// Whether something is under way that needs the engine to go on stepping.

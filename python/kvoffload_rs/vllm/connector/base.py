@@ -142,7 +142,8 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same for models with several KV groups."""
-        return self.request_finished(request, [])
+        self._scheduler.request_finished(request)
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for copies."""
@@ -153,9 +154,8 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
-        """Empties the host pool."""
-        self._scheduler.reset()
-        return True
+        """Empties the host pool; False if something from before is still in use."""
+        return self._scheduler.reset()
 
     def get_kv_connector_stats(self) -> KvOffloadStats | None:
         """Counters, from the scheduler's side."""

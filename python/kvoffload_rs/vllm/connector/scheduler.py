@@ -44,6 +44,7 @@ class SchedulerSide:
             )
         self._spec = spec
         self._events = facts.kv_events
+        self._can_fail_loads = len(groups) == 1 or compat.HAS_FAILED_RECVING
         self._failures = 0
         self._next_stats = 0.0
         self._moved = Reports()
@@ -168,9 +169,22 @@ class SchedulerSide:
         """Whether the engine must go on stepping although no request runs."""
         return bool(self.core.has_work())
 
-    def reset(self) -> None:
-        """Empties the pool; nothing from before is stored or served again."""
-        self.core.reset()
+    def reset(self) -> bool:
+        """Empties the pool; nothing from before is stored or found again.
+
+        Loads under way fail and are computed instead. False: there are some, and this vLLM cannot
+        compute them again; they serve what they were promised.
+        """
+        left = self.core.reset(self._can_fail_loads)
+        if left:
+            compat.logger.warning(
+                "kvoffload: the host pool was emptied while %d load(s) were under way, which vLLM "
+                "%s cannot compute again for a model with several KV groups: their requests use KV "
+                "from before the reset. Pause the engine first, or use vLLM 0.30 or later",
+                left,
+                compat.version_text(),
+            )
+        return not left
 
     # --- what others want to know -------------------------------------------------------------
 

@@ -39,7 +39,7 @@ pub use report::Ended;
 pub use stats::{Deferral, MissReason, RequestStats};
 pub use table::{NewRequest, RequestId};
 
-use crate::jobs::JobTable;
+use crate::jobs::{JobId, JobKind, JobTable};
 use crate::manager::{Manager, Prepared};
 use crate::pool::Slot;
 use blocks::Blocks;
@@ -130,17 +130,25 @@ impl Requests {
     }
 
     /// Empties the pool: the model's weights changed, say. Nothing that was computed or loaded before
-    /// is stored or served from now on; loads under way will fail, and their requests recompute.
-    pub fn reset(&mut self) {
+    /// is stored from now on, or found in the pool.
+    ///
+    /// Loads under way will fail, and their requests recompute; without `fail_loads`, for engines that
+    /// cannot do that, they end as they would have. Answers how many of these there are.
+    pub fn reset(&mut self, fail_loads: bool) -> usize {
         self.manager.reset();
-        for job in self.jobs.iter().filter(|job| !job.void) {
-            if job.kind == crate::jobs::JobKind::Load {
-                self.orders.void.push(job.id);
-            }
-        }
-        self.orders.void.sort_unstable();
+        let loads = self
+            .jobs
+            .iter()
+            .filter(|job| !job.void && job.kind == JobKind::Load);
+        let loads: Vec<JobId> = loads.map(|job| job.id).collect();
         self.jobs.void_all();
         self.table.taint();
+        if !fail_loads {
+            return loads.len();
+        }
+        self.orders.void.extend(loads);
+        self.orders.void.sort_unstable();
+        0
     }
 
     /// Checks what ties requests, jobs and blocks together; for tests.
