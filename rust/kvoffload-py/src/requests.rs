@@ -520,17 +520,13 @@ impl Requests {
             self.core.lock().clear_hashes(id);
             has = 0;
         }
-        let new = hashes
-            .iter()
-            .take(wanted)
-            .skip(has)
-            .map(|hash| Ok(hash.cast_into::<PyBytes>()?))
-            .collect::<PyResult<Vec<_>>>()?;
-        let mut core = self.core.lock();
-        let added = new
-            .iter()
-            .try_for_each(|hash| core.add_hash(id, hash.as_bytes()));
-        drop(core);
+        // Held, so that their bytes can be borrowed while the core is locked.
+        let new: Vec<Bound<'_, PyAny>> = hashes.iter().take(wanted).skip(has).collect();
+        let mut bytes = Vec::with_capacity(new.len());
+        for hash in &new {
+            bytes.push(hash.cast::<PyBytes>()?.as_bytes());
+        }
+        let added = self.core.lock().add_hashes(id, bytes);
         added.map_err(|error| request_error(py, &error))
     }
 

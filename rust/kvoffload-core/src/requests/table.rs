@@ -9,7 +9,6 @@ use crate::jobs::JobTable;
 use crate::manager::Request as Record;
 
 use super::blocks::Stamp;
-use super::group::Group;
 use super::orders::JobBody;
 use super::stats::Deferral;
 use super::{RequestError, Requests};
@@ -226,45 +225,52 @@ impl Requests {
         })
     }
 
-    /// Block hashes of this request that [`Requests::add_hash`] has been given.
+    /// Block hashes of this request that [`Requests::add_hashes`] has been given.
     pub fn num_hashes(&self, id: RequestId) -> usize {
         self.table.get(id).map_or(0, |state| state.hashes)
     }
 
-    /// The request's next block hash.
+    /// The request's next block hashes.
+    ///
+    /// # Errors
+    /// [`RequestError::HashLength`]; the hashes before that one are kept.
+    pub fn add_hashes<'h>(
+        &mut self,
+        id: RequestId,
+        hashes: impl IntoIterator<Item = &'h [u8]>,
+    ) -> Result<(), RequestError> {
+        let Some(state) = self.table.get_mut(id) else {
+            return Ok(());
+        };
+        for hash in hashes {
+            let bytes = hash.len() + size_of::<u32>();
+            if state.hashes == 0 {
+                state.key_bytes = bytes;
+            } else if state.key_bytes != bytes {
+                return Err(RequestError::HashLength {
+                    name: state.name.to_string(),
+                    bytes: hash.len(),
+                    expected: state.key_bytes - size_of::<u32>(),
+                });
+            }
+            state.hashes += 1;
+            for (known, group) in state.groups.iter_mut().zip(&self.groups) {
+                let every = group.hashes_per_chunk;
+                if every == 1 || state.hashes.is_multiple_of(every) {
+                    known.keys.extend_from_slice(hash);
+                    known.keys.extend_from_slice(&group.id.to_be_bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The request's next block hash; as [`Requests::add_hashes`].
     ///
     /// # Errors
     /// [`RequestError::HashLength`].
     pub fn add_hash(&mut self, id: RequestId, hash: &[u8]) -> Result<(), RequestError> {
-        let Some(state) = self.table.get_mut(id) else {
-            return Ok(());
-        };
-        let bytes = hash.len() + size_of::<u32>();
-        if state.hashes == 0 {
-            state.key_bytes = bytes;
-        } else if state.key_bytes != bytes {
-            return Err(RequestError::HashLength {
-                name: state.name.to_string(),
-                bytes: hash.len(),
-                expected: state.key_bytes - size_of::<u32>(),
-            });
-        }
-        state.hashes += 1;
-        for (
-            group,
-            Group {
-                id,
-                hashes_per_chunk,
-                ..
-            },
-        ) in state.groups.iter_mut().zip(&self.groups)
-        {
-            if state.hashes.is_multiple_of(*hashes_per_chunk) {
-                group.keys.extend_from_slice(hash);
-                group.keys.extend_from_slice(&id.to_be_bytes());
-            }
-        }
-        Ok(())
+        self.add_hashes(id, [hash])
     }
 
     /// The request's hashes have changed: a session that goes on after its tokens were cut. They will
