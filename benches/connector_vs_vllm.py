@@ -1,4 +1,4 @@
-"""Our connector and the installed vLLM's own on the scheduler's thread, side by side in one process.
+"""Our connector and the installed vLLM's own on the scheduler's thread, side by side.
 
     python benches/connector_vs_vllm.py            a table, and whether the targets are met
     python benches/connector_vs_vllm.py --json     the rows as one JSON list
@@ -310,7 +310,9 @@ def main() -> None:
     import vllm
 
     print(f"vLLM {vllm.__version__}, {slots} slots, {CHUNKS} chunks, {replays} replays")
-    print(f"{'case':>10} {'ours ms':>9} {'vLLM ms':>9} {'ratio':>7} {'target':>7} {'worst call':>11}")
+    print(
+        f"{'case':>10} {'ours ms':>9} {'vLLM ms':>9} {'ratio':>7} {'target':>7} {'worst call':>11}"
+    )
     for row in rows:
         met = row.ratio >= TARGETS[row.case] and row.ours_worst_call_ms <= TARGET_WORST_MS
         print(

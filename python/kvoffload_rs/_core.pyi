@@ -15,6 +15,7 @@ __all__ = [
     "KeyList",
     "Manager",
     "Request",
+    "Requests",
     "build_info",
     "cuda_available",
     "cuda_unavailable_reason",
@@ -150,6 +151,220 @@ class Manager:
 
     def debug_state(self) -> dict[str, object]:
         """The policy's lists of keys, for tests."""
+
+@final
+class Requests:
+    """What a connector's scheduler side knows of its requests, and decides for them.
+
+    One engine step: `lookup` and `allocated` for requests that wait, `step` for what runs, `report`
+    for what the workers did, `finish` for requests that end.
+    """
+
+    def __new__(
+        cls,
+        groups: Sequence[tuple[int, int, str, int, bool]],
+        *,
+        num_slots: int,
+        blocks_per_chunk: int,
+        tokens_per_hash: int,
+        num_ranks: int = 1,
+        prompt_only: bool = True,
+        share_loads: bool = True,
+        defer_deadline_s: float = 2.0,
+        max_jobs: int = 4096,
+        policy: str = "lru",
+        events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        write_deadline_s: float = 600.0,
+    ) -> Self:
+        """Makes an empty table over an empty pool.
+
+        Args:
+            groups: per KV group (number, tokens per block, span, tokens of the span, draft model).
+                The span is `full`, `window`, `local` or `state`.
+            num_slots: slots of the pool, at least 1.
+            blocks_per_chunk: GPU blocks in a chunk.
+            tokens_per_hash: tokens that one block hash covers.
+            num_ranks: ranks that report each job.
+            prompt_only: store prompts only.
+            share_loads: a request waits while another one loads what it needs.
+            defer_deadline_s: the longest that a request is put off.
+            max_jobs: no store begins while so many jobs are under way.
+            policy: `lru` or `arc`.
+            events: collect what `take_events` gives.
+            store_threshold: how often a chunk is offered before it is stored.
+            max_tracker_size: how many chunks that are not stored are counted.
+            write_deadline_s: a chunk whose store is older and not complete counts as absent.
+
+        Raises:
+            ConfigError: a value makes no sense.
+        """
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, and those that have but whose jobs have not."""
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that some rank has still to report."""
+
+    def add(
+        self,
+        name: str,
+        prompt_tokens: int,
+        *,
+        max_load_tokens: int | None = None,
+        max_store_tokens: int | None = None,
+        skip_load: bool = False,
+        skip_store: bool = False,
+        low_priority: bool = False,
+    ) -> None:
+        """A request arrives.
+
+        Args:
+            name: unique while the request lives.
+            prompt_tokens: tokens of its prompt.
+            max_load_tokens: the most to load for it.
+            max_store_tokens: the most to store of it.
+            skip_load: never load.
+            skip_store: never store.
+            low_priority: its chunks take free slots only.
+
+        Raises:
+            RequestError: the name is in use.
+        """
+
+    def knows(self, name: str) -> bool:
+        """Whether a request of this name lives."""
+
+    def lookup(
+        self, name: str, hashes: list[bytes], computed: int, total: int
+    ) -> tuple[int | None, str | None]:
+        """How many tokens beyond the computed ones can be loaded.
+
+        The request starts again: its blocks are forgotten.
+
+        Args:
+            name: of the request.
+            hashes: its block hashes; those known already are not looked at.
+            computed: tokens that the GPU has.
+            total: tokens of the request.
+
+        Returns:
+            (tokens, why not more), or (None, what it waits for): ask again with the next step.
+
+        Raises:
+            RequestError: the request is not known, or a hash has another length than before.
+        """
+
+    def allocated(self, name: str, groups: Iterable[Iterable[Any]], external: int) -> None:
+        """The engine gave blocks to a request; begins the load of so many tokens.
+
+        Args:
+            name: of the request.
+            groups: per KV group all its blocks: objects with `block_id` and `block_hash`.
+            external: tokens to load, 0 for none.
+
+        Raises:
+            RequestError: the request is not known, or has another number of groups.
+        """
+
+    def step(
+        self,
+        new: list[tuple[str, tuple[list[int], ...], int]],
+        names: list[str],
+        added: list[tuple[list[int], ...] | None],
+        computed: list[int],
+        resumed: set[str] | None,
+        preempted: Iterable[str] | None,
+        scheduled: dict[str, int],
+        requests: dict[str, Any],
+    ) -> tuple[
+        list[tuple[int, str, bytes, list[int], list[int], bytes]],
+        list[tuple[int, str, bytes, list[int], list[int], bytes]],
+        list[int],
+        list[int],
+    ]:
+        """What runs in a step; begins stores of what it computes. Unknown requests are ignored.
+
+        Args:
+            new: (name, block ids per group, computed tokens) of requests with whole tables.
+            names: of the others.
+            added: their new block ids per group, or None.
+            computed: their computed tokens.
+            resumed: those among them with whole tables.
+            preempted: requests that lost their blocks.
+            scheduled: tokens of each in this step.
+            requests: objects with `block_hashes`, by name.
+
+        Returns:
+            (loads, stores, jobs that must have read their blocks before this step writes them,
+            loads that must fail). A job is (number, request, blocks as native int32, blocks per
+            group, position of each group's first block, slots as native int32); no slots: it must
+            fail.
+        """
+
+    def finish(self, name: str, hashes: list[bytes], computed: int) -> None:
+        """A request has ended; what is left of its first `computed` tokens is stored.
+
+        Raises:
+            RequestError: the request is not known.
+        """
+
+    def report(
+        self, reports: list[tuple[int, int, str | None]]
+    ) -> list[tuple[int, bool, str | None, int, list[tuple[int, str]], bool]]:
+        """Takes (rank, job, why it failed or None).
+
+        Reports of jobs that are over, or that the rank has reported, are counted and ignored.
+
+        Returns:
+            (job, whether it is a store, its request unless that is over, chunks, (rank, reason) of
+            failures, whether a reset had voided it) of each job that all ranks have reported.
+        """
+
+    def reset(self, fail_loads: bool) -> int:
+        """Empties the pool; nothing from before is stored or found again.
+
+        Args:
+            fail_loads: loads under way will fail; otherwise they go on.
+
+        Returns:
+            how many loads go on.
+        """
+
+    def has_work(self) -> bool:
+        """Whether something is under way that needs the engine to go on stepping."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts of lookups, deferrals, reasons and jobs since the start."""
+
+    def pool_stats(self) -> dict[str, int]:
+        """Sizes and counts of the pool, as `Manager.stats`."""
+
+    def take_allocation_sizes(self) -> list[int]:
+        """Chunks asked for by each store since the last call."""
+
+    def take_stores_skipped(self) -> int:
+        """Chunks not stored because they were not offered often enough, since the last call."""
+
+    def take_events(self) -> list[tuple[list[bytes], bool]]:
+        """(keys, whether they are gone) of everything stored or evicted since the last call."""
+
+    def debug_state(self) -> dict[str, object]:
+        """The whole state of the pool, for tests; as `Manager.debug_state`."""
+
+    def validate(self) -> None:
+        """Checks what ties requests, jobs, blocks and pool together, for tests.
+
+        Raises:
+            KvOffloadError: something does not hold.
+        """
 
 @final
 class HostWorker:

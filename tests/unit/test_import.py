@@ -89,9 +89,9 @@ def test_errors_are_the_same_classes_everywhere() -> None:
     assert issubclass(errors.VerifyError, errors.TransferError)
 
 
-def test_vllm_package_knows_only_the_spec() -> None:
+def test_vllm_package_knows_the_connector_and_the_spec() -> None:
     import kvoffload_rs.vllm as package
 
-    assert dir(package) == ["KvOffloadSpec"]
+    assert dir(package) == ["KvOffloadConnector", "KvOffloadSpec"]
     with pytest.raises(AttributeError, match="Nothing"):
         package.Nothing  # noqa: B018

@@ -40,6 +40,25 @@ def test_registers_strings(factory: type[Factory]) -> None:
     assert factory._registry == {"KvOffloadSpec": ("kvoffload_rs.vllm.spec", "KvOffloadSpec")}
 
 
+def test_registers_the_connector_beside_it(
+    factory: type[Factory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered = []
+    connectors = type(
+        "KVConnectorFactory",
+        (),
+        {"_registry": {}, "register_connector": lambda *names: registered.append(names)},
+    )
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    for part in ("vllm.distributed", "vllm.distributed.kv_transfer", name.rpartition(".")[0], name):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    sys.modules[name].KVConnectorFactory = connectors  # type: ignore[attr-defined]
+    plugin.register()
+    module = "kvoffload_rs.vllm.connector"
+    assert registered == [("KvOffloadConnector", module, "KvOffloadConnector")]
+    assert "KvOffloadSpec" in factory._registry
+
+
 def test_may_be_called_again(factory: type[Factory]) -> None:
     plugin.register()
     first = dict(factory._registry)
@@ -114,6 +133,7 @@ vllm.plugins.load_general_plugins()
 assert 'kvoffload_rs.vllm.plugin' in sys.modules, 'the entry point was not found'
 assert 'kvoffload_rs._core' not in sys.modules
 assert 'kvoffload_rs.vllm.spec' not in sys.modules
+assert 'kvoffload_rs.vllm.connector' not in sys.modules
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 assert 'KvOffloadSpec' in OffloadingSpecFactory._registry
 from kvoffload_rs.vllm.plugin import register
@@ -123,6 +143,8 @@ import kvoffload_rs.vllm
 assert by_name is kvoffload_rs.vllm.KvOffloadSpec
 from vllm.v1.kv_offload.base import OffloadingSpec
 assert issubclass(by_name, OffloadingSpec)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+assert KVConnectorFactory._registry['KvOffloadConnector']() is kvoffload_rs.vllm.KvOffloadConnector
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -402,9 +402,7 @@ try:
 
     HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
     PREFERRED_LAYOUT = (
-        None
-        if hasattr(connector_base.KVConnectorBase_V1, "prefer_cross_layer_blocks")
-        else "BLHNC"
+        None if hasattr(connector_base.KVConnectorBase_V1, "prefer_cross_layer_blocks") else "BLHNC"
     )
 except ImportError:
     HAS_FAILED_RECVING, PREFERRED_LAYOUT = False, None

@@ -361,7 +361,7 @@ def churn_hybrid(settings: Settings) -> dict[str, Any]:
     if not CAN_CHURN_HYBRID:
         raise Skipped("this release fails an assertion of its own when a sliding window has moved")
     if settings.blocks_per_chunk > 1 and not settings.ours:
-        # Seen on 0.33.0: a chunk stored as blocks (gone, 6) and loaded whole later. Such a load is refused.
+        # Seen on 0.33.0: a chunk stored as blocks (gone, 6), loaded whole later; that is refused.
         raise Skipped("vLLM's connector stores chunks without the blocks that a window has passed")
     return churn(settings, seed=2, groups=HYBRID)
 

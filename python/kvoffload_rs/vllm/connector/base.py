@@ -22,7 +22,7 @@ from kvoffload_rs.vllm.connector.scheduler import SchedulerSide
 from kvoffload_rs.vllm.connector.worker import WorkerSide
 
 
-class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads KV chunks to host memory; scheduler and worker state are in Rust.
 
     Args:
@@ -117,9 +117,7 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """(tokens that can be loaded or None for later, whether they will be)."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were given to a request."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -194,9 +192,7 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Nothing: stores begin with the next step."""
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(none, requests whose loads are over). Stores are reported to the scheduler's side."""
         self._worker.collect()
         done, _ = self._worker.take_loaded()
@@ -228,7 +224,7 @@ def _warn_of_failure_policy(transfer_config: Any) -> None:
     if getattr(transfer_config, "kv_load_failure_policy", None) != "recompute":
         compat.logger.warning(
             "kvoffload: kv_load_failure_policy is not 'recompute': A LOAD THAT FAILS WILL FAIL ITS "
-            "REQUEST. Add \"kv_load_failure_policy\": \"recompute\" to --kv-transfer-config, and "
+            'REQUEST. Add "kv_load_failure_policy": "recompute" to --kv-transfer-config, and '
             "it is computed instead"
         )
 

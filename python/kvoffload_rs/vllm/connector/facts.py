@@ -65,6 +65,11 @@ def _is_draft(group: Any) -> bool:
     return bool(getattr(group, "is_eagle_group", False))
 
 
+def _is_cached(spec: Any) -> bool:
+    not_by_prefix = ("HiddenStateCacheSpec", "RSWASpec")
+    return getattr(spec, "prefix_cacheable", True) and type(spec).__name__ not in not_by_prefix
+
+
 def _span(number: int, spec: Any) -> tuple[Span, int]:
     if isinstance(spec, kv.UniformTypeKVCacheSpecs):
         spans = {_span(number, one) for one in spec.kv_cache_specs.values()}
@@ -78,10 +83,9 @@ def _span(number: int, spec: Any) -> tuple[Span, int]:
     elif isinstance(spec, kv.MambaSpec):
         if getattr(spec, "mamba_cache_mode", "none") != "none":
             return "state", 0
-    elif isinstance(spec, kv.FullAttentionSpec):
-        # Hidden states and the like are rewritten, not cached; vLLM says so by this.
-        if getattr(spec, "prefix_cacheable", True) and type(spec).__name__ != "RSWASpec":
-            return "full", 0
+    # Hidden states and the like are rewritten, not cached.
+    elif isinstance(spec, kv.FullAttentionSpec) and _is_cached(spec):
+        return "full", 0
     raise ConfigError(
         f"KV group {number} is of the kind {type(spec).__name__}, whose blocks cannot be found "
         "again by their tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -27,6 +27,8 @@ _POOL_COUNTERS = ("stored", "evicted", "store_failures", "discarded", "overdue")
 @dataclass
 class KvOffloadStats(KVConnectorStats):
     """Counts since the engine's start, as one flat dictionary of numbers."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def since(
@@ -123,5 +125,3 @@ class KvOffloadPromMetrics(KVConnectorPromMetrics):
                 for engine, labels in self.per_engine_labelvalues.items()
             }
         return self._metrics[name]
-
-

@@ -102,9 +102,7 @@ class SchedulerSide:
         self._ensure_known(request)
         skip = getattr(request, "skip_reading_prefix_cache", False)
         total = computed if skip else request.num_tokens
-        tokens, reason = self.core.lookup(
-            request.request_id, request.block_hashes, computed, total
-        )
+        tokens, reason = self.core.lookup(request.request_id, request.block_hashes, computed, total)
         compat.logger.debug(
             "kvoffload: request %s: %s of %d tokens beyond %d computed ones%s",
             request.request_id,
@@ -123,9 +121,7 @@ class SchedulerSide:
     def request_finished(self, request: Any) -> None:
         """A request has ended; what is left of it is stored."""
         if self._requests.pop(request.request_id, None) is not None:
-            self.core.finish(
-                request.request_id, request.block_hashes, request.num_computed_tokens
-            )
+            self.core.finish(request.request_id, request.block_hashes, request.num_computed_tokens)
 
     # --- steps --------------------------------------------------------------------------------
 

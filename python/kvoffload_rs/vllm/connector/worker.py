@@ -228,8 +228,11 @@ class WorkerSide:
             self._bad_blocks.update(np.frombuffer(order.blocks, dtype=np.int32).tolist())
 
     def _give_up_late_loads(self) -> None:
-        """Cancels loads that are overdue. They are reported when nothing of them can write any more:
-        until then their requests wait, because their blocks are not safe to use."""
+        """Cancels loads that are overdue.
+
+        They are reported when nothing of them can write any more: until then their requests wait,
+        because their blocks are not safe to use.
+        """
         if not self._loads:
             return
         overdue = time.monotonic() - self._deadline
