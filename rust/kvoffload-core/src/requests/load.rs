@@ -29,9 +29,10 @@ impl Requests {
             .map_or(0, |group| (computed / group.tokens_per_block) as usize)
     }
 
-    /// Whether it matters which blocks a request was given although nothing is loaded into them.
+    /// Whether it matters which blocks a request was given although nothing is loaded into them: a
+    /// store reads them, or another request may believe that it still has them.
     pub fn watches_blocks(&self) -> bool {
-        self.blocks.has_readers()
+        self.blocks.has_readers() || self.table.len() > 1
     }
 
     /// The engine gave blocks to a request, `external` tokens of which are to be loaded: what the last
@@ -49,7 +50,7 @@ impl Requests {
         given: &[GivenBlocks<'_>],
         external: u64,
     ) -> Result<(), RequestError> {
-        let Some(state) = self.table.get(id) else {
+        let Some(state) = self.table.get_mut(id) else {
             return Ok(());
         };
         if given.len() != self.groups.len() {
@@ -59,7 +60,9 @@ impl Requests {
                 expected: self.groups.len(),
             });
         }
+        state.deferred_since = None;
         let mut taken = Vec::new();
+        self.blocks.next_call();
         for group in given {
             for &block in group.ids.iter().filter(|&&block| block != 0) {
                 if self.blocks.allocate(block).1 {
@@ -121,9 +124,7 @@ impl Requests {
             }
             state.groups[at].stored = target.div_ceil(group.tokens_per_chunk) as usize;
         }
-        if order.blocks.is_empty() {
-            return Ok(());
-        }
+        // Without a block the job is begun, too: the engine waits for what it was promised.
         self.slots.clear();
         let key_bytes = state.key_bytes.max(1);
         let pinned = complete

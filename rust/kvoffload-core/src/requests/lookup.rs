@@ -23,7 +23,8 @@ impl Requests {
     /// can be loaded. The request starts again: what it had of blocks is forgotten, and all its chunks
     /// will be offered for stores again.
     ///
-    /// Putting off has an end: the deadline counts from the first time and is not set back.
+    /// Putting off has an end: the deadline counts from the first time and is not set back before the
+    /// request gets blocks, not even by an answer of which the engine made nothing.
     pub fn lookup(&mut self, id: RequestId, computed: u64, total: u64) -> Lookup {
         let now = self.config.clock.elapsed();
         let Some(state) = self.table.get_mut(id) else {
@@ -46,10 +47,10 @@ impl Requests {
         }
         let changes = self.manager.changes();
         let overdue = state
-            .deferred
-            .is_some_and(|(since, _)| now.saturating_sub(since) >= self.config.defer_deadline);
+            .deferred_since
+            .is_some_and(|since| now.saturating_sub(since) >= self.config.defer_deadline);
         // Nothing has changed since: no need to look again.
-        if let Some((_, why)) = state.deferred
+        if let Some(why) = state.deferred
             && !overdue
             && same
             && state.seen_changes == changes
@@ -96,13 +97,14 @@ impl Requests {
             return Lookup::Tokens(0, None);
         };
         if let Some(why) = put_off {
-            let since = state.deferred.map_or(now, |(since, _)| since);
-            state.deferred = Some((since, why));
+            state.deferred_since.get_or_insert(now);
+            state.deferred = Some(why);
             state.seen_changes = changes;
             self.stats.defer(why);
             return Lookup::Later(why);
         }
-        self.stats.deadlines += u64::from(overdue);
+        // Once for a request, however often the answer is asked for again.
+        self.stats.deadlines += u64::from(overdue && state.deferred.is_some());
         // The last chunk of a request has no key; that is no reason worth telling.
         let whole = lengths_covered(&self.groups, ready, total);
         let reason = match reason {

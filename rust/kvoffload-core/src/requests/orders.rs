@@ -42,7 +42,8 @@ pub struct JobOrder {
     /// For each group the position of its first block in the request, in blocks.
     pub first_blocks: Box<[u64]>,
     /// The slots of the chunks, in the same order. Empty although there are blocks: the load cannot be
-    /// made, and is to be reported as failed.
+    /// made, and is to be reported as failed. Without blocks, too, it is a load of nothing, which
+    /// succeeds.
     pub slots: Box<[Slot]>,
 }
 

@@ -47,8 +47,10 @@ pub(super) struct State {
     pub(super) key_bytes: usize,
     /// Tokens that were on the GPU at the last lookup.
     pub(super) computed: u64,
-    /// When it was put off first, and why the last time, if it is put off.
-    pub(super) deferred: Option<(Duration, Deferral)>,
+    /// When it was put off first since it last had blocks.
+    pub(super) deferred_since: Option<Duration>,
+    /// Why, if the last lookup put it off.
+    pub(super) deferred: Option<Deferral>,
     /// The manager's changes at the last lookup that put it off.
     pub(super) seen_changes: u64,
     /// Its KV was computed before a reset.
@@ -208,6 +210,7 @@ impl Requests {
             hashes: 0,
             key_bytes: 0,
             computed: 0,
+            deferred_since: None,
             deferred: None,
             seen_changes: 0,
             tainted: false,

@@ -2,6 +2,7 @@
 //! says which tokens of which group it is the KV of, and with which weights it was computed.
 
 mod gpu;
+mod reference;
 mod requests;
 mod schedule;
 mod worker;
@@ -82,6 +83,8 @@ pub(crate) struct Engine {
     next: u64,
     /// The hash of a prefix, to the one that is a unit shorter, and its length.
     prefixes: HashMap<u64, (u64, u64)>,
+    /// The load that is asked for is not what was promised: it may need other chunks.
+    shrunk: HashSet<u64>,
     /// The first job since the last reset.
     valid_from: u64,
     pub(crate) preemptions: u64,
@@ -138,6 +141,7 @@ impl Engine {
             held: HashMap::new(),
             next: 0,
             prefixes: HashMap::new(),
+            shrunk: HashSet::new(),
             valid_from: 0,
             preemptions: 0,
             setup,
@@ -282,6 +286,8 @@ impl Engine {
         let keys = self.offload.manager().dump().keys;
         for order in orders.loads.iter().chain(&orders.stores) {
             let slots = order.slots.to_vec();
+            let expected = !self.shrunk.remove(&order.id.0) && order.id.0 >= self.valid_from;
+            assert!(!order.is_hollow() || !expected, "what hits can be loaded");
             let distinct: HashSet<_> = slots.iter().collect();
             assert_eq!(distinct.len(), slots.len());
             for other in self.live.values().filter(|other| !other.void) {

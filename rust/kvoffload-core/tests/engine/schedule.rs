@@ -210,6 +210,7 @@ impl Engine {
         };
         let about = self.requests[at].about;
         assert!(local + external <= total);
+        assert_eq!(local + external, self.longest(at, local), "{about:?}");
         assert!(external <= about.max_load_tokens.unwrap_or(u64::MAX));
         assert!(external == 0 || !about.skip_load);
         for &block in tables.iter().flatten().filter(|&&block| block != 0) {
@@ -257,6 +258,7 @@ impl Engine {
         let less = (target - 1) / unit * unit;
         if less > local && self.random.chance(5) {
             target = less;
+            self.shrunk.insert(self.next_job());
         }
         for group in 0..self.groups.len() {
             let gone = skipped(self.groups[group].span, target) / self.size(group);
