@@ -106,7 +106,7 @@ fn model(kind: u64) -> (Vec<GroupConfig>, u32) {
         0 => (vec![full], 1),
         1 => (vec![full], 2),
         2 => (vec![full], 3),
-        3 => (vec![full, group(1, 16, Span::Window(40))], 1),
+        3 => (vec![full, group(1, 16, Span::Window(34))], 1),
         4 => (vec![group(0, 16, Span::Window(20)), full], 2),
         5 => {
             let local = group(7, 16, Span::Local(48));
@@ -118,7 +118,7 @@ fn model(kind: u64) -> (Vec<GroupConfig>, u32) {
             2,
         ),
         8 => (vec![draft(full)], 1),
-        9 => (vec![full, draft(group(1, 16, Span::Window(30)))], 1),
+        9 => (vec![full, draft(group(1, 16, Span::Window(33)))], 1),
         10 => (vec![group(5, 8, Span::Window(17))], 3),
         _ => (
             vec![

@@ -12,6 +12,8 @@ use super::requests::{Status, skipped};
 struct Plan {
     uid: u64,
     tokens: u64,
+    /// Tokens that are guessed and computed besides.
+    guessed: u64,
     /// Blocks it was given in addition, or all that it has.
     blocks: Vec<Vec<u32>>,
     all: bool,
@@ -38,7 +40,7 @@ impl Engine {
         for worker in &mut self.workers {
             worker.begin_step(&orders, &mut self.random, self.setup.failures);
         }
-        for plan in &plans {
+        for plan in &mut plans {
             self.compute(plan, first_store);
         }
         self.workers.iter_mut().for_each(|worker| worker.progress());
@@ -61,8 +63,9 @@ impl Engine {
             if tokens == 0 {
                 continue;
             }
+            let guessed = self.guess(uid, tokens);
             let blocks = loop {
-                if let Some(blocks) = self.grow(uid, tokens) {
+                if let Some(blocks) = self.grow(uid, tokens + guessed) {
                     break Some(blocks);
                 }
                 let last = self.running[self.running.len() - 1];
@@ -76,6 +79,7 @@ impl Engine {
                 plans.push(Plan {
                     uid,
                     tokens,
+                    guessed,
                     blocks,
                     all: false,
                 });
@@ -181,6 +185,7 @@ impl Engine {
             plans.push(Plan {
                 uid,
                 tokens,
+                guessed: 0,
                 blocks: self.requests[at].tables.clone(),
                 all: true,
             });
@@ -331,10 +336,11 @@ impl Engine {
     fn store(&mut self, plan: &Plan) {
         let at = self.at(plan.uid);
         let (id, computed) = (self.requests[at].id, self.requests[at].computed);
-        let storable = self.offload.storable(id, computed + plan.tokens);
+        let computed = computed + plan.tokens + plan.guessed;
+        let storable = self.offload.storable(id, computed);
         self.tell_hashes(at, storable);
         let evicted = self.offload.manager().stats().evicted;
-        self.offload.store(id, computed + plan.tokens).unwrap();
+        self.offload.store(id, computed).unwrap();
         if self.requests[at].about.low_priority {
             assert_eq!(self.offload.manager().stats().evicted, evicted);
         }
@@ -342,13 +348,15 @@ impl Engine {
     }
 
     /// Reads what the tokens need, and writes their KV.
-    fn compute(&mut self, plan: &Plan, first_store: JobId) {
+    fn compute(&mut self, plan: &mut Plan, first_store: JobId) {
         let at = self.at(plan.uid);
         self.check_blocks(at, false);
         let computed = self.requests[at].computed;
+        let reach = computed + plan.tokens + plan.guessed;
+        plan.tokens += self.accept(at, plan.guessed);
         let end = computed + plan.tokens;
         for (group, config) in self.groups.iter().enumerate() {
-            let last = end.div_ceil(self.size(group)) as usize;
+            let last = reach.div_ceil(self.size(group)) as usize;
             let first = match config.span {
                 Span::State => last - 1,
                 _ => (computed / self.size(group)) as usize,
@@ -356,11 +364,12 @@ impl Engine {
             for nth in first..last {
                 let block = self.requests[at].tables[group][nth];
                 assert_ne!(block, 0);
-                let content = self.content(at, group, nth, end);
+                let right = end > nth as u64 * self.size(group);
+                let content = right.then(|| self.content(at, group, nth, end));
                 for worker in &mut self.workers {
                     let reader = worker.reader(block, first_store);
                     assert_eq!(reader, None, "a step writes block {block}");
-                    worker.gpu[block as usize] = Some(content);
+                    worker.gpu[block as usize] = content;
                 }
             }
         }
