@@ -103,12 +103,33 @@ fn every_reason_for_a_miss_is_told() {
     bench.run(id, &[&[1, 2]], 32);
     assert!(bench.orders().stores.is_empty());
     assert_eq!(bench.lookup(id, 40), missed(Missed::Threshold));
+    bench.run(id, &[&[1, 2]], 16);
     // `TooSlow` and `Policy` have their own tests.
     let counts = bench.requests.stats().miss_reasons;
     let at = MissReason::ALL
         .iter()
         .position(|reason| reason.name() == "offered_too_rarely");
     assert_eq!(counts[at.unwrap()], 1);
+}
+
+#[test]
+fn a_lookup_counts_once_for_each_admission() {
+    let mut bench = Bench::new(8);
+    bench.fill(1, 2);
+    let id = bench.add("request", 1, 2);
+    let before = *bench.requests.stats();
+    for _ in 0..5 {
+        assert_eq!(bench.lookup(id, 40), Lookup::Tokens(32, None));
+    }
+    bench.load(id, &[&[1, 2]], 32);
+    bench.requests.scheduled(id, &[&[1, 2]], true, 32).unwrap();
+    let after = *bench.requests.stats();
+    assert_eq!(
+        (after.lookups - before.lookups, after.hits - before.hits),
+        (1, 1)
+    );
+    assert_eq!(after.tokens_asked - before.tokens_asked, 40);
+    assert_eq!(after.tokens_hit - before.tokens_hit, 32);
 }
 
 #[test]
@@ -258,6 +279,10 @@ fn chunks_are_stored_as_far_as_tokens_keys_and_blocks_reach() {
     bench.hashes(id, 2, 1..3);
     bench.requests.store(id, 47).unwrap();
     assert_eq!(stored_blocks(&mut bench), [2], "the third is not complete");
+    // Preempted, then aborted: its blocks may be anybody's.
+    bench.requests.preempted(id);
+    bench.requests.finish(id, 48).unwrap();
+    assert!(bench.orders().stores.is_empty());
 }
 
 #[test]

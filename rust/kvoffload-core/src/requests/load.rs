@@ -60,7 +60,7 @@ impl Requests {
                 expected: self.groups.len(),
             });
         }
-        state.deferred_since = None;
+        state.admitted(&mut self.stats);
         let mut taken = Vec::new();
         self.blocks.next_call();
         for group in given {

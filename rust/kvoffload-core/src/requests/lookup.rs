@@ -36,14 +36,9 @@ impl Requests {
         }
         let same = std::mem::replace(&mut state.computed, computed) == computed;
         state.tainted = false;
+        state.answer = None;
         if state.about.skip_load {
-            return decided(
-                &mut self.stats,
-                state,
-                computed,
-                total,
-                Some(MissReason::Policy),
-            );
+            return decided(state, computed, total, Some(MissReason::Policy));
         }
         let changes = self.manager.changes();
         let overdue = state
@@ -114,7 +109,7 @@ impl Requests {
             None if lengths.most < total.saturating_sub(1) => Some(MissReason::Policy),
             reason => reason,
         };
-        decided(&mut self.stats, state, ready, total, reason)
+        decided(state, ready, total, reason)
     }
 }
 
@@ -124,23 +119,40 @@ fn lengths_covered(groups: &[Group], ready: u64, total: u64) -> bool {
     total.saturating_sub(ready) < chunk.unwrap_or(1)
 }
 
-fn decided(
-    stats: &mut RequestStats,
-    state: &mut State,
-    ready: u64,
-    total: u64,
-    reason: Option<MissReason>,
-) -> Lookup {
+fn decided(state: &mut State, ready: u64, total: u64, reason: Option<MissReason>) -> Lookup {
     state.deferred = None;
     let tokens = ready - state.computed;
-    stats.lookups += 1;
-    stats.hits += u64::from(tokens > 0);
-    stats.tokens_asked += total.saturating_sub(state.computed);
-    stats.tokens_hit += tokens;
-    if let Some(reason) = reason {
-        stats.miss_reasons[reason.number()] += 1;
-    }
+    state.answer = Some(Answered {
+        asked: total.saturating_sub(state.computed),
+        found: tokens,
+        reason,
+    });
     Lookup::Tokens(tokens, reason)
+}
+
+/// An answer that counts once the engine makes something of it: it asks with every step until then.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    asked: u64,
+    found: u64,
+    reason: Option<MissReason>,
+}
+
+impl State {
+    /// The engine gave it blocks: what the last lookup answered counts, and putting off begins anew.
+    pub(super) fn admitted(&mut self, stats: &mut RequestStats) {
+        self.deferred_since = None;
+        let Some(answer) = self.answer.take() else {
+            return;
+        };
+        stats.lookups += 1;
+        stats.hits += u64::from(answer.found > 0);
+        stats.tokens_asked += answer.asked;
+        stats.tokens_hit += answer.found;
+        if let Some(reason) = answer.reason {
+            stats.miss_reasons[reason.number()] += 1;
+        }
+    }
 }
 
 /// What a chunk is, from bad to good.

@@ -44,7 +44,7 @@ impl Requests {
                 expected: self.groups.len(),
             });
         }
-        state.deferred_since = None;
+        state.admitted(&mut self.stats);
         let mut taken = Vec::new();
         self.blocks.next_call();
         for ((group, known), ids) in self.groups.iter().zip(&mut state.groups).zip(blocks) {

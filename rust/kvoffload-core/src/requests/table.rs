@@ -10,6 +10,7 @@ use crate::manager::Request as Record;
 
 use super::blocks::Stamp;
 use super::group::Group;
+use super::lookup::Answered;
 use super::orders::JobBody;
 use super::stats::Deferral;
 use super::{RequestError, Requests};
@@ -51,6 +52,8 @@ pub(super) struct State {
     pub(super) deferred_since: Option<Duration>,
     /// Why, if the last lookup put it off.
     pub(super) deferred: Option<Deferral>,
+    /// What the last lookup answered, until it is counted.
+    pub(super) answer: Option<Answered>,
     /// The manager's changes at the last lookup that put it off.
     pub(super) seen_changes: u64,
     /// Its KV was computed before a reset.
@@ -212,6 +215,7 @@ impl Requests {
             computed: 0,
             deferred_since: None,
             deferred: None,
+            answer: None,
             seen_changes: 0,
             tainted: false,
             jobs: 0,
