@@ -50,7 +50,13 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let keys = || prop::collection::vec(0..KEYS, 1..7);
+    // Often few keys, so that requests meet.
+    let keys = || {
+        prop_oneof![
+            prop::collection::vec(0..KEYS, 1..7),
+            prop::collection::vec(0..4u8, 1..3),
+        ]
+    };
     let request = 0..REQUESTS;
     prop_oneof![
         4 => keys().prop_map(Op::Lookup),
