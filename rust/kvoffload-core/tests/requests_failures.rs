@@ -190,7 +190,7 @@ fn a_reset_voids_what_is_under_way_and_stores_nothing_computed_before() {
     let runner = bench.add("runner", 2, 3);
     bench.run(runner, &[&[3, 4, 5]], 32);
     let store = bench.one_store();
-    bench.requests.reset();
+    bench.requests.reset(true);
     bench.requests.validate();
     bench.requests.store(runner, 48).unwrap();
     let orders = bench.orders();
@@ -215,7 +215,7 @@ fn a_reset_voids_what_is_under_way_and_stores_nothing_computed_before() {
     bench.lookup(runner, 48);
     bench.run(runner, &[&[3, 4]], 32);
     let store = bench.one_store();
-    bench.requests.reset();
+    bench.requests.reset(true);
     bench.end(&store, true);
     bench.check_idle();
     assert_eq!(bench.requests.stats().stores.voided, 2);

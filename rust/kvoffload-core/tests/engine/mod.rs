@@ -190,7 +190,7 @@ impl Engine {
         }
         self.live.values_mut().for_each(|job| job.void = true);
         self.valid_from = self.next_job();
-        self.offload.reset();
+        self.offload.reset(true);
         assert!(self.offload.manager().dump().keys.is_empty());
         self.check();
     }
