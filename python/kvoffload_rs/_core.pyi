@@ -282,11 +282,14 @@ class Requests:
         computed: list[int],
         resumed: set[str] | None,
         preempted: Iterable[str] | None,
+        written: list[int],
+        moved: list[int],
         scheduled: dict[str, int],
         requests: dict[str, Any],
     ) -> tuple[
         list[tuple[int, str, bytes, list[int], list[int], bytes]],
         list[tuple[int, str, bytes, list[int], list[int], bytes]],
+        list[int],
         list[int],
         list[int],
     ]:
@@ -299,12 +302,14 @@ class Requests:
             computed: their computed tokens.
             resumed: those among them with whole tables.
             preempted: requests that lost their blocks.
+            written: blocks that are cleared, or copied into, before the forward pass.
+            moved: blocks that may have been replaced in a request's table.
             scheduled: tokens of each in this step.
             requests: objects with `block_hashes`, by name.
 
         Returns:
-            (loads, stores, jobs that must have read their blocks before this step writes them,
-            loads that must fail). A job is (number, request, blocks as native int32, blocks per
+            (loads, stores, jobs that must have read their blocks before this step writes them, those
+            among them that must fail all the same, loads that must fail). A job is (number, request, blocks as native int32, blocks per
             group, position of each group's first block, slots as native int32); no slots: it must
             fail.
         """
@@ -335,7 +340,7 @@ class Requests:
             fail_loads: loads under way will fail; otherwise they go on.
 
         Returns:
-            how many loads go on.
+            how many loads are under way.
         """
 
     def has_work(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from kvoffload_rs import _core
 from kvoffload_rs.errors import CapacityError, ConfigError, RequestError
 from kvoffload_rs.vllm.connector.events import to_vllm
-from kvoffload_rs.vllm.connector.facts import group_facts
+from kvoffload_rs.vllm.connector.facts import GroupFacts, check_states, group_facts
 from kvoffload_rs.vllm.connector.messages import Moved, Order, RankFacts, Reports, StepOrders
 from kvoffload_rs.vllm.connector.metrics import KvOffloadStats
 from kvoffload_rs.vllm.connector.scheduler import SchedulerSide, request_limits
@@ -103,6 +103,23 @@ def test_groups_of_a_model() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("tokens_per_hash", "speculative", "field"),
+    [(16, False, None), (8, False, "prefix_match_unit"), (16, True, "speculative_config")],
+)
+def test_states_must_end_with_their_blocks(
+    tokens_per_hash: int, speculative: bool, field: str | None
+) -> None:
+    groups = [GroupFacts(0, 16, "full", 0, False), GroupFacts(1, 16, "state", 0, False)]
+    check_states(groups[:1], tokens_per_hash, speculative)
+    if field is None:
+        check_states(groups, tokens_per_hash, speculative)
+        return
+    with pytest.raises(ConfigError, match="group 1") as caught:
+        check_states(groups, tokens_per_hash, speculative)
+    assert caught.value.field == field
+
+
 def test_a_group_that_cannot_be_found_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="CrossAttentionSpec"):
         group_facts(config(spec(kv.CrossAttentionSpec)), (16,))
@@ -142,10 +159,10 @@ def test_a_prompt_is_stored_and_found_again() -> None:
     core.add("a", 48)
     assert core.lookup("a", keys, 0, 50) == (0, "never_stored")
     core.allocated("a", blocks(1, 2, 3, 4), 0)
-    loads, stores, flush, void = core.step(
-        [("a", ([1, 2, 3, 4],), 0)], [], [], [], set(), None, {"a": 50}, {"a": request}
+    loads, stores, flush, spoiled, void = core.step(
+        [("a", ([1, 2, 3, 4],), 0)], [], [], [], set(), None, [], [], {"a": 50}, {"a": request}
     )
-    assert (loads, flush, void) == ([], [], [])
+    assert (loads, flush, spoiled, void) == ([], [], [], [])
     order = Order(*stores[0])
     assert order.request == "a"
     assert order.blocks == b"".join(i.to_bytes(4, "little") for i in (1, 2, 3))
@@ -158,7 +175,7 @@ def test_a_prompt_is_stored_and_found_again() -> None:
     core.add("b", 48)
     assert core.lookup("b", keys, 16, 50) == (32, None)
     core.allocated("b", blocks(9, 5, 6, 7), 32)
-    loads, _, _, _ = core.step([], [], [], [], set(), None, {}, {})
+    loads, _, _, _, _ = core.step([], [], [], [], set(), None, [], [], {}, {})
     load = Order(*loads[0])
     assert load.blocks == b"".join(i.to_bytes(4, "little") for i in (5, 6))
     assert (load.group_sizes, load.first_blocks) == ([2], [1])
@@ -177,14 +194,56 @@ def test_a_block_that_is_given_away_is_flushed() -> None:
     request = SimpleNamespace(block_hashes=hashes(1, 2))
     core.add("a", 32)
     core.lookup("a", request.block_hashes, 0, 33)
-    _, stores, _, _ = core.step(
-        [("a", ([1, 2, 3],), 0)], [], [], [], set(), None, {"a": 33}, {"a": request}
+    _, stores, _, _, _ = core.step(
+        [("a", ([1, 2, 3],), 0)], [], [], [], set(), None, [], [], {"a": 33}, {"a": request}
     )
     core.finish("a", request.block_hashes, 33)
     core.add("b", 16)
     core.lookup("b", hashes(2, 1), 0, 16)
     core.allocated("b", blocks(2), 0)
-    assert core.step([], [], [], [], set(), None, {}, {})[2] == [stores[0][0]]
+    assert core.step([], [], [], [], set(), None, [], [], {}, {})[2] == [stores[0][0]]
+
+
+def test_a_block_that_is_cleared_spoils_what_reads_it() -> None:
+    """Whoever got it: a request that is preempted in the same step is not announced."""
+    core = table()
+    request = SimpleNamespace(block_hashes=hashes(1, 2))
+    core.add("a", 32)
+    core.lookup("a", request.block_hashes, 0, 33)
+    _, stores, _, _, _ = core.step(
+        [("a", ([1, 2, 3],), 0)], [], [], [], set(), None, [], [], {"a": 33}, {"a": request}
+    )
+    core.finish("a", request.block_hashes, 33)
+    _, _, flush, spoiled, _ = core.step([], [], [], [], set(), None, [2], [], {}, {})
+    assert flush == spoiled == [stores[0][0]]
+
+
+@pytest.mark.parametrize("which", ["written", "moved"])
+def test_a_block_that_is_not_what_it_was_is_not_stored(which: str) -> None:
+    core = table()
+    request = SimpleNamespace(block_hashes=hashes(1, 1))
+    core.add("a", 48)
+    core.lookup("a", request.block_hashes, 0, 49)
+    core.step([("a", ([1, 2, 3],), 0)], [], [], [], set(), None, [], [], {"a": 40}, {"a": request})
+    request.block_hashes += hashes(1, 3)[1:]
+    written, moved = ([2], []) if which == "written" else ([], [2])
+    _, stores, _, _, _ = core.step(
+        [], ["a"], [None], [40], set(), None, written, moved, {"a": 9}, {"a": request}
+    )
+    assert Order(*stores[0]).blocks == (3).to_bytes(4, "little")
+
+
+def test_a_prefix_that_ends_inside_a_block_is_not_continued() -> None:
+    core = table()
+    keys = hashes(1, 3)
+    request = SimpleNamespace(block_hashes=keys)
+    core.add("a", 48)
+    core.lookup("a", keys, 0, 49)
+    core.step([("a", ([1, 2, 3],), 0)], [], [], [], set(), None, [], [], {"a": 49}, {"a": request})
+    core.report([(0, 0, None)])
+    core.add("b", 48)
+    assert core.lookup("b", keys, 16, 49)[0] == 32
+    assert core.lookup("b", keys, 24, 49)[0] == 0
 
 
 def test_names_are_unique_and_known() -> None:
@@ -197,7 +256,7 @@ def test_names_are_unique_and_known() -> None:
     with pytest.raises(RequestError, match="hash"):
         core.lookup("a", [b"12345678", b"123"], 0, 40)
     # Somebody else's requests are no business of ours.
-    core.step([("x", ([1],), 0)], ["y"], [None], [3], set(), {"z"}, {"x": 1, "y": 1}, {})
+    core.step([("x", ([1],), 0)], ["y"], [None], [3], set(), {"z"}, [], [], {"x": 1, "y": 1}, {})
 
 
 def test_a_report_too_many_is_counted() -> None:

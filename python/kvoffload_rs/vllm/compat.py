@@ -413,6 +413,18 @@ def version_text() -> str:
     return str(getattr(vllm, "__version__", "of an unknown version"))
 
 
+def is_one_of_several(vllm_config: Any) -> bool:
+    """Whether a connector is made by another one: that gives it a configuration of its own."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    whole = get_current_vllm_config_or_none()
+    if whole is None or whole.kv_transfer_config is None:
+        return False
+    return bool(
+        whole.kv_transfer_config.kv_connector != vllm_config.kv_transfer_config.kv_connector
+    )
+
+
 def tokens_per_hash(config: Any) -> int:
     """Tokens that one block hash of a request covers; from 0.26."""
     return int(config.cache.tokens_per_hash)

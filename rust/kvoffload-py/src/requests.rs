@@ -26,8 +26,14 @@ type Order<'py> = (
     Bound<'py, PyBytes>,
 );
 
-/// (loads, stores, jobs to flush, loads that are void)
-type Orders<'py> = (Vec<Order<'py>>, Vec<Order<'py>>, Vec<u64>, Vec<u64>);
+/// (loads, stores, jobs to flush, those of them that are spoiled, loads that are void)
+type Orders<'py> = (
+    Vec<Order<'py>>,
+    Vec<Order<'py>>,
+    Vec<u64>,
+    Vec<u64>,
+    Vec<u64>,
+);
 
 /// (job, whether it is a store, request, chunks, (rank, reason) of failures, void)
 type Ended = (u64, bool, Option<String>, usize, Vec<(u32, String)>, bool);
@@ -256,7 +262,8 @@ impl Requests {
     ///
     /// `new` are (name, block ids per group, computed tokens) of requests with whole block tables;
     /// `names`, `added` (block ids per group or None) and `computed` describe the others, of which
-    /// those in `resumed` have whole tables too. `scheduled` maps names to tokens of this step,
+    /// those in `resumed` have whole tables too. Blocks `written` are cleared or copied into before the
+    /// forward pass, `moved` may have been replaced in a request's table. `scheduled` maps names to tokens of this step,
     /// `hashes` names to objects with `block_hashes`.
     #[expect(
         clippy::too_many_arguments,
@@ -271,6 +278,8 @@ impl Requests {
         computed: &Bound<'py, PyList>,
         resumed: &Bound<'py, PyAny>,
         preempted: &Bound<'py, PyAny>,
+        written: Vec<u32>,
+        moved: Vec<u32>,
         scheduled: &Bound<'py, PyDict>,
         requests: &Bound<'py, PyDict>,
     ) -> PyResult<Orders<'py>> {
@@ -282,6 +291,7 @@ impl Requests {
                 }
             }
         }
+        self.core.lock().rewritten(&written, &moved);
         let resumed = resumed.cast::<PySet>().ok().filter(|set| !set.is_empty());
         let mut running = Vec::with_capacity(new.len() + names.len());
         let mut lists = Lists::default();
@@ -338,6 +348,7 @@ impl Requests {
             orders_to_python(py, &orders.loads)?,
             orders_to_python(py, &orders.stores)?,
             job_numbers(&orders.flush),
+            job_numbers(&orders.spoiled),
             job_numbers(&orders.void),
         ))
     }
@@ -391,7 +402,7 @@ impl Requests {
     }
 
     /// Empties the pool; nothing that was computed or loaded before is stored or found again. Answers
-    /// how many loads go on with what they had.
+    /// how many loads are under way.
     fn reset(&self, fail_loads: bool) -> usize {
         self.core.lock().reset(fail_loads)
     }

@@ -40,6 +40,7 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         spec = compat.make_spec(vllm_config, kv_cache_config)
+        self._is_one_of_several = compat.is_one_of_several(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -88,8 +89,14 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KvOffloadPromMetrics(*args, **kwargs)
 
     def get_handshake_metadata(self) -> RankFacts | None:
-        """What this rank has; the scheduler compares it."""
-        return None if self.worker_side is None else self.worker_side.facts()
+        """What this rank has; the scheduler compares it.
+
+        Not as one of several connectors: vLLM gives the first one's answer to all of them, and some
+        end the engine over an answer that is not theirs.
+        """
+        if self.worker_side is None or self._is_one_of_several:
+            return None
+        return self.worker_side.facts()
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """What the ranks have.
@@ -168,6 +175,10 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
         """The KV cache of all layers in one tensor (up to 0.28)."""
         self._worker.register(kv_cache, attn_backend)
+
+    def unregister_kv_caches(self) -> None:
+        """The KV cache is about to lose its memory (from 0.33): nothing may read or write it."""
+        self._worker.drain()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of a step is written."""

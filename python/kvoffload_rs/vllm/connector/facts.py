@@ -61,6 +61,37 @@ def group_facts(kv_cache_config: Any, tokens_per_block: tuple[int, ...]) -> list
     ]
 
 
+def check_states(groups: list[GroupFacts], tokens_per_hash: int, speculative: bool) -> None:
+    """Refuses what would make states of a Mamba group end somewhere inside their block.
+
+    A state is found by the end of its block. With hashes finer than blocks, or with speculative
+    decoding, vLLM (from 0.30) keeps states of other lengths in blocks of the same table.
+
+    Raises:
+        ConfigError: there is such a group.
+    """
+    states = [group for group in groups if group.span == "state"]
+    if not states:
+        return
+    hint = "Use KvOffloadSpec for this model, or leave out that setting."
+    if speculative:
+        raise ConfigError(
+            f"KV group {states[0].group_id} keeps states (Mamba), and speculative decoding is on: "
+            "where its states end is not known",
+            field="speculative_config",
+            hint=hint,
+        )
+    for group in states:
+        if group.tokens_per_block != tokens_per_hash:
+            raise ConfigError(
+                f"KV group {group.group_id} keeps states (Mamba) in blocks of "
+                f"{group.tokens_per_block} tokens, but is found by hashes of {tokens_per_hash}",
+                field="prefix_match_unit",
+                value=tokens_per_hash,
+                hint=hint,
+            )
+
+
 def _is_draft(group: Any) -> bool:
     return bool(getattr(group, "is_eagle_group", False))
 

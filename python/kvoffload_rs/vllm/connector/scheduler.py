@@ -10,15 +10,13 @@ from kvoffload_rs import _core
 from kvoffload_rs.errors import CapacityError
 from kvoffload_rs.vllm import compat
 from kvoffload_rs.vllm.connector import events
-from kvoffload_rs.vllm.connector.facts import group_facts
+from kvoffload_rs.vllm.connector.facts import check_states, group_facts
 from kvoffload_rs.vllm.connector.messages import Order, RankFacts, Reports, StepOrders
 from kvoffload_rs.vllm.connector.metrics import KvOffloadStats
 from kvoffload_rs.vllm.spec import KvOffloadSpec
 
 #: Failures of one kind that are logged; the rest is only counted.
 _MOST_WARNINGS = 20
-#: What a step writes into blocks before its forward pass.
-_WRITTEN_EARLY = ("new_block_ids_to_zero", "kv_cache_block_copies")
 #: Seconds between two sets of statistics.
 _STATS_EVERY = 0.25
 
@@ -38,6 +36,8 @@ class SchedulerSide:
     def __init__(self, spec: KvOffloadSpec, vllm_config: Any, kv_cache_config: Any) -> None:
         settings, facts = spec.settings, spec.facts
         groups = group_facts(kv_cache_config, facts.tokens_per_block)
+        per_hash = compat.tokens_per_hash(spec.config)
+        check_states(groups, per_hash, vllm_config.speculative_config is not None)
         caching = bool(vllm_config.cache_config.enable_prefix_caching)
         if not caching:
             compat.logger.warning(
@@ -54,7 +54,7 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         self._settings: dict[str, Any] = {
             "blocks_per_chunk": spec.chunk,
-            "tokens_per_hash": compat.tokens_per_hash(spec.config),
+            "tokens_per_hash": per_hash,
             "num_ranks": facts.world_size,
             "prompt_only": settings.offload_prompt_only,
             "share_loads": caching,
@@ -80,8 +80,8 @@ class SchedulerSide:
         # Pipeline stages have other layers each, so that the same memory holds other numbers of
         # slots: the smallest number is there on all of them.
         stages = self._spec.facts.pipeline_size > 1
-        if stages and ranks and not self.core.num_requests:
-            slots = min(facts.num_slots for facts in ranks)
+        slots = min((facts.num_slots for facts in ranks), default=self.core.num_slots)
+        if stages and slots < self.core.num_slots and not self.core.num_requests:
             self.core = _core.Requests(self._groups, num_slots=slots, **self._settings)
         slots = self.core.num_slots
         for facts in ranks:
@@ -137,7 +137,9 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> StepOrders:
         """What the workers are told with a step."""
         cached = output.scheduled_cached_reqs
-        loads, stores, flush, void = self.core.step(
+        copies = getattr(output, "kv_cache_block_copies", None) or ()
+        written = list(getattr(output, "new_block_ids_to_zero", None) or ())
+        loads, stores, flush, spoiled, void = self.core.step(
             [
                 (new.req_id, new.block_ids, new.num_computed_tokens)
                 for new in output.scheduled_new_reqs
@@ -147,17 +149,18 @@ class SchedulerSide:
             cached.num_computed_tokens,
             cached.resumed_req_ids,
             output.preempted_req_ids,
+            written + [copy.dst_block_id for copy in copies],
+            [copy.src_block_id for copy in copies],
             output.num_scheduled_tokens,
             self._requests,
         )
-        orders = StepOrders(
-            [Order(*load) for load in loads], [Order(*store) for store in stores], flush, void
+        return StepOrders(
+            [Order(*load) for load in loads],
+            [Order(*store) for store in stores],
+            flush,
+            void,
+            spoiled,
         )
-        if flush and any(getattr(output, name, None) for name in _WRITTEN_EARLY):
-            # Some model runners clear new blocks, or copy into them, before they let a connector
-            # flush. What a store reads from such a block is not worth keeping.
-            orders.spoiled = flush
-        return orders
 
     def update_connector_output(self, output: Any) -> None:
         """Takes the workers' reports."""
@@ -177,19 +180,19 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Empties the pool; nothing from before is stored or found again.
 
-        Loads under way fail and are computed instead. False: there are some, and this vLLM cannot
-        compute them again; they serve what they were promised.
+        False if loads are under way. They fail and are computed instead, unless this vLLM cannot do
+        that, or a worker has just reported one: those serve what they were promised.
         """
-        left = self.core.reset(self._can_fail_loads)
-        if left:
+        loads = self.core.reset(self._can_fail_loads)
+        if loads and not self._can_fail_loads:
             compat.logger.warning(
                 "kvoffload: the host pool was emptied while %d load(s) were under way, which vLLM "
                 "%s cannot compute again for a model with several KV groups: their requests use KV "
                 "from before the reset. Pause the engine first, or use vLLM 0.30 or later",
-                left,
+                loads,
                 compat.version_text(),
             )
-        return not left
+        return not loads
 
     # --- what others want to know -------------------------------------------------------------
 

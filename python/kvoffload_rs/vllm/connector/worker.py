@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload_rs.errors import ConfigError, KvOffloadError, TransferTimeoutError
+from kvoffload_rs.errors import ConfigError, KvOffloadError
 from kvoffload_rs.vllm import compat
 from kvoffload_rs.vllm.connector.messages import Order, RankFacts, Reports, StepOrders
 from kvoffload_rs.vllm.spec import KvOffloadSpec
@@ -59,6 +59,8 @@ class WorkerSide:
         #: Loads under way, oldest first: when each began, and what it is.
         self._loads: dict[int, tuple[float, Order]] = {}
         self._late: set[int] = set()
+        #: Stores under way.
+        self._stores: set[int] = set()
         #: Why a job that is still under way has failed, whatever becomes of it.
         self._failed: dict[int, str] = {}
         self._started: StepOrders | None = None
@@ -122,15 +124,13 @@ class WorkerSide:
         # Of requests that ended after their last step: nothing more will be computed for them.
         self._submit(order for order in orders.stores if order.job in wanted)
         orders.stores = [order for order in orders.stores if order.job not in wanted]
-        for job in orders.spoiled:
-            self._failed[job] = _SPOILED
+        self._fail(orders.spoiled, _SPOILED)
         try:
             self._transfers.wait(wanted)
-        except TransferTimeoutError as error:
+        except KvOffloadError as error:
             # The step cannot wait for ever. What is read from now on is not what was to be stored.
-            late = [job for job in wanted if job not in self._failed]
-            self._failed.update(dict.fromkeys(late, _LATE))
-            self._transfers.cancel(late)
+            self._fail(wanted, _LATE)
+            self._transfers.cancel(wanted)
             compat.logger.error("kvoffload: rank %d: %s; giving them up", self._rank, error)
 
     def begin(self, orders: StepOrders) -> None:
@@ -140,8 +140,7 @@ class WorkerSide:
         self._started = orders
         self._submit_waiting()
         self._waiting = list(orders.stores)
-        for job in orders.void:
-            self._failed[job] = _VOID
+        self._fail(orders.void, _VOID)
         now = time.monotonic()
         for order in orders.loads:
             if not order.slots:
@@ -166,6 +165,7 @@ class WorkerSide:
                 moved.bytes += size
                 moved.seconds += seconds
             if is_store:
+                self._stores.discard(job)
                 self._reports.ends.append((self._rank, job, reason))
                 continue
             _, order = self._loads.pop(job)
@@ -204,7 +204,18 @@ class WorkerSide:
         reports, self._reports = self._reports, Reports()
         return reports
 
+    def drain(self) -> None:
+        """Waits until no copy is under way; stores that wait for the next step are made, too."""
+        if self._transfers is not None:
+            self._transfers.drain()
+
     # --- copies -------------------------------------------------------------------------------
+
+    def _fail(self, jobs: Iterable[int], reason: str) -> None:
+        """Notes that jobs have failed, if they are under way, whatever becomes of them."""
+        for job in jobs:
+            if job in self._stores or job in self._loads:
+                self._failed.setdefault(job, reason)
 
     def _submit_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -215,8 +226,8 @@ class WorkerSide:
             blocks = Blocks(order.blocks, order.group_sizes, order.first_blocks)
             try:
                 self._transfers.start_store(order.job, blocks, order.slots)
+                self._stores.add(order.job)
             except KvOffloadError as error:
-                self._failed.pop(order.job, None)
                 self._reports.ends.append((self._rank, order.job, str(error)))
 
     def _end_load(self, order: Order, reason: str | None) -> None:
@@ -245,8 +256,7 @@ class WorkerSide:
                 late.append(job)
         if late:
             self._late.update(late)
-            for job in late:
-                self._failed.setdefault(job, f"it was not over after {self._deadline} s")
+            self._fail(late, f"it was not over after {self._deadline} s")
             self._transfers.cancel(late)
             compat.logger.error(
                 "kvoffload: rank %d: %d load(s) not over after %s s (first: job %d); giving up",

@@ -14,6 +14,9 @@ pub(super) struct Blocks {
     stamps: Vec<Stamp>,
     /// Stores under way that read the block.
     readers: Vec<u16>,
+    /// The number of the search that is for this block.
+    marks: Vec<u32>,
+    search: u32,
     /// Stores under way.
     stores: usize,
     call: u32,
@@ -71,8 +74,28 @@ impl Blocks {
             let len = (at + 1).next_power_of_two();
             self.stamps.resize(len, Stamp::default());
             self.readers.resize(len, 0);
+            self.marks.resize(len, 0);
         }
         at
+    }
+
+    /// The stores that read one of `taken`, by number. One look at each block of each store: some of
+    /// them may read thousands, and as many may be taken.
+    pub(super) fn readers_of(&mut self, jobs: &JobTable<JobBody>, taken: &[u32]) -> Vec<JobId> {
+        self.search = self.search.wrapping_add(1);
+        for &block in taken {
+            let at = self.grow(block);
+            self.marks[at] = self.search;
+        }
+        let is_taken = |block: &u32| self.marks.get(*block as usize) == Some(&self.search);
+        let mut readers: Vec<JobId> = jobs
+            .iter()
+            .filter(|job| job.kind == JobKind::Store)
+            .filter(|job| job.body.blocks.iter().any(is_taken))
+            .map(|job| job.id)
+            .collect();
+        readers.sort_unstable();
+        readers
     }
 
     pub(super) fn validate(&self, jobs: &JobTable<JobBody>) {
@@ -87,16 +110,4 @@ impl Blocks {
         assert_eq!(self.readers, readers, "readers of blocks");
         assert_eq!(self.stores, stores);
     }
-}
-
-/// The stores that read one of `taken`, by number.
-pub(super) fn readers_of(jobs: &JobTable<JobBody>, taken: &[u32]) -> Vec<JobId> {
-    let mut readers: Vec<JobId> = jobs
-        .iter()
-        .filter(|job| job.kind == JobKind::Store)
-        .filter(|job| job.body.blocks.iter().any(|block| taken.contains(block)))
-        .map(|job| job.id)
-        .collect();
-    readers.sort_unstable();
-    readers
 }

@@ -1,9 +1,8 @@
 //! Loads: the blocks a request was given, filled from slots.
 
-use crate::jobs::JobKind;
+use crate::jobs::{JobId, JobKind};
 
 use super::Requests;
-use super::blocks::readers_of;
 use super::config::{RequestError, Span};
 use super::orders::{JobBody, JobOrder};
 use super::table::RequestId;
@@ -82,10 +81,42 @@ impl Requests {
         if taken.is_empty() {
             return;
         }
-        for job in readers_of(&self.jobs, taken) {
-            if !self.orders.flush.contains(&job) {
-                self.orders.flush.push(job);
-                self.stats.flushes += 1;
+        for job in self.blocks.readers_of(&self.jobs, taken) {
+            self.flush(job);
+        }
+    }
+
+    fn flush(&mut self, job: JobId) {
+        if !self.orders.flush.contains(&job) {
+            self.orders.flush.push(job);
+            self.stats.flushes += 1;
+        }
+    }
+
+    /// The step clears the blocks `written`, or copies into them, before its forward pass, and perhaps
+    /// before the workers flush; requests that had `moved` may have another block in its place. Comes
+    /// before the step's calls of [`Requests::scheduled`], and says more than they do: not every such
+    /// block is announced with a request.
+    ///
+    /// What stores read from `written` from now on is not worth keeping ([`Orders::spoiled`]).
+    pub fn rewritten(&mut self, written: &[u32], moved: &[u32]) {
+        if written.is_empty() && moved.is_empty() {
+            return;
+        }
+        self.blocks.next_call();
+        let mut taken = Vec::new();
+        for &block in written {
+            if self.blocks.allocate(block).1 {
+                taken.push(block);
+            }
+        }
+        for &block in moved {
+            self.blocks.allocate(block);
+        }
+        if !taken.is_empty() {
+            for job in self.blocks.readers_of(&self.jobs, &taken) {
+                self.flush(job);
+                self.orders.spoiled.push(job);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! How much of a request is in the pool, and whether it is worth waiting for more.
 
-use crate::manager::{Found, Manager};
+use crate::manager::{Found, Manager, Missed};
 
 use super::config::Span;
 use super::group::Group;
@@ -38,6 +38,15 @@ impl Requests {
         state.tainted = false;
         state.answer = None;
         if state.about.skip_load {
+            return decided(state, computed, total, Some(MissReason::Policy));
+        }
+        if state.hollow {
+            let reason = MissReason::Missed(Missed::Failed);
+            return decided(state, computed, total, Some(reason));
+        }
+        // The rest of a block that was found in part is neither loaded nor, by some engines, computed.
+        let whole = |group: &Group| computed.is_multiple_of(group.tokens_per_block);
+        if !self.groups.iter().all(whole) {
             return decided(state, computed, total, Some(MissReason::Policy));
         }
         let changes = self.manager.changes();

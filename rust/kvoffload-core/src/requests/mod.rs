@@ -5,7 +5,7 @@
 //!
 //! 1. for a request that waits: [`Requests::lookup`], and if it gets blocks [`Requests::allocated`],
 //!    which may begin a load;
-//! 2. [`Requests::preempted`], then for each request that runs [`Requests::scheduled`] (its new
+//! 2. [`Requests::preempted`] and [`Requests::rewritten`], then for each request that runs [`Requests::scheduled`] (its new
 //!    blocks), then for each of them [`Requests::store`], which may begin a store of what this step
 //!    computes: the workers copy when the step after it begins;
 //! 3. [`Requests::take_orders`]: what the workers are told;
@@ -131,8 +131,9 @@ impl Requests {
     /// Empties the pool: the model's weights changed, say. Nothing that was computed or loaded before
     /// is stored from now on, or found in the pool.
     ///
-    /// Loads under way will fail, and their requests recompute; without `fail_loads`, for engines that
-    /// cannot do that, they end as they would have. Answers how many of these there are.
+    /// Loads under way will fail, and their requests recompute, unless a worker has reported them
+    /// meanwhile; without `fail_loads`, for engines that cannot do that, they end as they would have.
+    /// Answers how many loads there are.
     pub fn reset(&mut self, fail_loads: bool) -> usize {
         self.manager.reset();
         let loads = self
@@ -142,12 +143,12 @@ impl Requests {
         let loads: Vec<JobId> = loads.map(|job| job.id).collect();
         self.jobs.void_all();
         self.table.taint();
-        if !fail_loads {
-            return loads.len();
+        let under_way = loads.len();
+        if fail_loads {
+            self.orders.void.extend(loads);
+            self.orders.void.sort_unstable();
         }
-        self.orders.void.extend(loads);
-        self.orders.void.sort_unstable();
-        0
+        under_way
     }
 
     /// Checks what ties requests, jobs and blocks together; for tests.

@@ -58,6 +58,8 @@ pub struct Orders {
     /// them. Jobs that use the same slots keep their order, flushed or not: after a reset, a slot may
     /// be given away while a void store has still to write it.
     pub flush: Vec<JobId>,
+    /// Those of `flush` whose blocks may be written before they are flushed: they fail.
+    pub spoiled: Vec<JobId>,
     /// Loads that must not be taken for good: what they read is void.
     pub void: Vec<JobId>,
 }

@@ -79,6 +79,7 @@ impl Requests {
         if let Some(state) = self.table.get_mut(body.request) {
             state.jobs -= 1;
             request = (!state.finished).then(|| state.name.clone());
+            state.hollow |= body.hollow;
             // A reset has taken back what a void job held.
             if !job.void && !body.hollow {
                 match job.kind {

@@ -55,6 +55,8 @@ pub(super) struct State {
     pub(super) answer: Option<Answered>,
     /// The manager's changes at the last lookup that put it off.
     pub(super) seen_changes: u64,
+    /// A load for it could not be made from what the engine gave it, and would not another time.
+    pub(super) hollow: bool,
     /// Its KV was computed before a reset.
     pub(super) tainted: bool,
     pub(super) jobs: u32,
@@ -216,6 +218,7 @@ impl Requests {
             deferred: None,
             answer: None,
             seen_changes: 0,
+            hollow: false,
             tainted: false,
             jobs: 0,
             finished: false,
