@@ -125,7 +125,7 @@ class WorkerSide:
         for job in orders.spoiled:
             self._failed[job] = _SPOILED
         try:
-            self._transfers.wait(wanted)
+            self._transfers.await_ends(wanted)
         except TransferTimeoutError as error:
             # The step cannot wait for ever. What is read from now on is not what was to be stored.
             late = [job for job in wanted if job not in self._failed]
