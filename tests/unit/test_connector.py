@@ -243,12 +243,32 @@ def test_statistics() -> None:
     assert second.reduce() == {}
 
 
-def test_ranks_that_disagree_are_found_at_start() -> None:
+def scheduler_side(stages: int) -> Any:
+    """As much of the scheduler's side as the check of the ranks needs."""
     side = SchedulerSide.__new__(SchedulerSide)
+    side._groups = [(0, 16, "full", 0, False)]
+    side._settings = {"blocks_per_chunk": 1, "tokens_per_hash": 16}
+    side._spec = SimpleNamespace(chunk=1, facts=SimpleNamespace(pipeline_size=stages))
     side.core = table()
-    side._spec = SimpleNamespace(chunk=1)
-    good = RankFacts(rank=0, num_slots=8, slot_bytes=64, chunk_shape=(64,), blocks_per_chunk=1)
-    side.check_ranks([good])
-    bad = RankFacts(rank=1, num_slots=7, slot_bytes=64, chunk_shape=(64,), blocks_per_chunk=1)
+    return side
+
+
+def rank(number: int, slots: int, chunk: int = 1) -> RankFacts:
+    return RankFacts(number, slots, slot_bytes=64, chunk_shape=(64,), blocks_per_chunk=chunk)
+
+
+def test_ranks_that_disagree_are_found_at_start() -> None:
+    side = scheduler_side(1)
+    side.check_ranks([rank(0, 8), rank(1, 8)])
     with pytest.raises(CapacityError, match="rank 1 has 7 slots"):
-        side.check_ranks([bad, good])
+        side.check_ranks([rank(1, 7), rank(0, 8)])
+    with pytest.raises(CapacityError, match="2 block"):
+        side.check_ranks([rank(0, 8, chunk=2)])
+
+
+def test_pipeline_stages_agree_on_the_smallest_pool() -> None:
+    side = scheduler_side(2)
+    side.check_ranks([rank(0, 8), rank(1, 5)])
+    assert side.core.num_slots == 5
+    with pytest.raises(CapacityError, match="2 block"):
+        side.check_ranks([rank(0, 8, chunk=2), rank(1, 5)])

@@ -108,14 +108,14 @@ def test_the_runs_differ_in_nothing_but_the_settings(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(demo, "run_engine", record)
     assert run("--policy", "arc", "--blocks-per-chunk", "2", "--pool", "8MiB") == 0
     without, kvoffload, control = jobs
+    assert kvoffload["kv_transfer"]["kv_connector"] == "KvOffloadConnector"
+    assert kvoffload["kv_transfer"]["kv_load_failure_policy"] == "recompute"
     for job in (kvoffload, control):
         assert job["engine"] == without["engine"]
         assert job["requests"] == without["requests"]
         assert len(job["answers"]) == len(job["requests"])
     extra = kvoffload["kv_transfer"]["kv_connector_extra_config"]
     assert extra == {
-        "spec_name": "KvOffloadSpec",
-        "spec_module_path": "kvoffload_rs.vllm",
         "cpu_bytes_to_use": "8MiB",
         "eviction_policy": "arc",
         "block_size": 64,
@@ -124,6 +124,20 @@ def test_the_runs_differ_in_nothing_but_the_settings(monkeypatch: pytest.MonkeyP
         **extra,
         "fault_injection": {"loads": "nothing"},
     }
+
+
+def test_through_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def record(name: str, job: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        jobs.append(job)
+        return engine_process.run_engine(name, job, *rest)
+
+    monkeypatch.setattr(demo, "run_engine", record)
+    assert run("--through", "spec") == 0
+    transfer = jobs[1]["kv_transfer"]
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    assert transfer["kv_connector_extra_config"]["spec_name"] == "KvOffloadSpec"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from kvoffload_rs.cli.demo import DemoOptions, run_demo
 from kvoffload_rs.config import POLICIES
 from kvoffload_rs.errors import ConfigError, KvOffloadError
 
+THROUGH = ("connector", "spec")
+
 EXIT_FAILED = 1
 """A verdict failed or an engine died."""
 
@@ -51,6 +53,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         users=arguments.users,
         turns=arguments.turns,
         policy=arguments.policy,
+        through=arguments.through,
         blocks_per_chunk=arguments.blocks_per_chunk,
         pool=arguments.pool,
         max_tokens=arguments.max_tokens,
@@ -102,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--users", type=_whole_number(1), metavar="N", help="users of the chat (12)")
     add("--turns", type=_whole_number(1), metavar="N", help="messages of each user (8)")
+    add(
+        "--through",
+        choices=THROUGH,
+        default="connector",
+        help="our connector, or vLLM's with our spec (connector)",
+    )
     add("--policy", choices=POLICIES, default="lru", help="eviction policy (lru)")
     add(
         "--blocks-per-chunk",

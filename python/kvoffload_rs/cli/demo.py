@@ -38,6 +38,7 @@ class DemoOptions:
     users: int | None = None
     turns: int | None = None
     policy: str = "lru"
+    through: str = "connector"
     blocks_per_chunk: int = 1
     pool: str = "256MiB"
     max_tokens: int = 16
@@ -106,9 +107,8 @@ def offload_settings(options: DemoOptions, work: Workload) -> dict[str, Any]:
             value=options.blocks_per_chunk,
             hint="Use fewer blocks per chunk or longer prompts.",
         )
-    extra = {
-        "spec_name": "KvOffloadSpec",
-        "spec_module_path": "kvoffload_rs.vllm",
+    spec = {"spec_name": "KvOffloadSpec", "spec_module_path": "kvoffload_rs.vllm"}
+    extra = (spec if options.through == "spec" else {}) | {
         "cpu_bytes_to_use": int(options.pool) if options.pool.isdecimal() else options.pool,
         "eviction_policy": options.policy,
         "block_size": options.blocks_per_chunk * BLOCK_TOKENS,
@@ -181,6 +181,12 @@ def engine_job(
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
+        if "spec_name" not in extra:
+            transfer |= {
+                "kv_connector": "KvOffloadConnector",
+                "kv_connector_module_path": "kvoffload_rs.vllm",
+                "kv_load_failure_policy": "recompute",
+            }
     return {
         "engine": {
             "model": str(model_directory),

@@ -52,8 +52,8 @@ class RunFigures:
             external_hit_tokens=int(counters["vllm:external_prefix_cache_hits"]),
             generated_tokens=len(generated),
             distinct_generated_tokens=len(set(generated)),
-            stored_bytes=int(counters.get("vllm:kv_offload_store_bytes", 0)),
-            loaded_bytes=int(counters.get("vllm:kv_offload_load_bytes", 0)),
+            stored_bytes=_moved(counters, "store"),
+            loaded_bytes=_moved(counters, "load"),
             preemptions=int(counters["vllm:num_preemptions"]),
             ttft_median_ms=round(statistics.median(times) * 1e3, 2),
             ttft_p90_ms=round(percentile(times, 90) * 1e3, 2),
@@ -61,6 +61,12 @@ class RunFigures:
             serve_s=round(result["serve_s"], 2),
             different_answers=len(differences(result, reference)),
         )
+
+
+def _moved(counters: dict[str, Any], direction: str) -> int:
+    """Bytes of copies, as our connector or vLLM's counts them."""
+    ours = counters.get(f"vllm:kvoffload_moved_{direction}_bytes", 0)
+    return int(ours or counters.get(f"vllm:kv_offload_{direction}_bytes", 0))
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,8 @@ def make_spec(vllm_config: Any, kv_cache_config: Any) -> Any:
         build_offloading_config,
     )
 
-    return KvOffloadSpec(build_offloading_config(vllm_config, kv_cache_config))
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    return KvOffloadSpec(config, pipeline_stages=True)
 
 
 def kv_cache_registrar(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Any:

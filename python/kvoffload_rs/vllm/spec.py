@@ -28,6 +28,7 @@ class KvOffloadSpec(OffloadingSpec):
     Args:
         config: vLLM's `OffloadingConfig` (from 0.26), or its `VllmConfig`.
         kv_cache_config: vLLM's `KVCacheConfig` (up to 0.24).
+        pipeline_stages: whoever makes it sees to it that all stages agree on the capacity.
 
     Raises:
         ConfigError: a setting is wrong, misspelt or not supported.
@@ -45,12 +46,14 @@ class KvOffloadSpec(OffloadingSpec):
         """Labels of the configuration metric that the manager fills (0.33)."""
         return compat.config_info_keys()
 
-    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+    def __init__(
+        self, config: Any, kv_cache_config: Any = None, *, pipeline_stages: bool = False
+    ) -> None:
         facts = compat.engine_facts(config, kv_cache_config)
         warnings = check_keys(facts.extra, *compat.known_keys(compat.vllm_version()))
         memory = machine_memory()
         settings = Settings.parse(facts.extra, memory)
-        if facts.pipeline_size > 1:
+        if facts.pipeline_size > 1 and not pipeline_stages:
             # The scheduler knows the first stage's bytes per block only. Where another stage holds
             # more layers, it would give out slots that this stage's workers do not have.
             raise ConfigError(

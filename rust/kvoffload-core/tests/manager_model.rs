@@ -2,12 +2,9 @@
 //! answers *hit* only while its bytes are there, nothing in use is evicted, and nothing leaks.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use kvoffload_core::manager::{
-    Answer, Clock, Config, Manager, ManagerError, PolicyKind, Prepared, Request,
+    Answer, Config, Found, Manager, ManagerError, PolicyKind, Prepared, Request, Room,
 };
 use proptest::prelude::*;
 
@@ -17,9 +14,11 @@ const REQUESTS: usize = 4;
 #[derive(Clone, Debug)]
 enum Op {
     Lookup(Vec<u8>),
+    Probe(Vec<u8>),
     Store {
         request: usize,
         keys: Vec<u8>,
+        from: Room,
     },
     Stored {
         request: usize,
@@ -33,6 +32,7 @@ enum Op {
     Loaded {
         request: usize,
         pick: usize,
+        discard: bool,
     },
     LoadedTwice {
         request: usize,
@@ -50,15 +50,26 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let keys = || prop::collection::vec(0..KEYS, 1..7);
+    // Often few keys, so that requests meet.
+    let keys = || {
+        prop_oneof![
+            prop::collection::vec(0..KEYS, 1..7),
+            prop::collection::vec(0..4u8, 1..3),
+        ]
+    };
     let request = 0..REQUESTS;
     prop_oneof![
         4 => keys().prop_map(Op::Lookup),
-        6 => (request.clone(), keys()).prop_map(|(request, keys)| Op::Store { request, keys }),
+        1 => keys().prop_map(Op::Probe),
+        6 => (request.clone(), keys(), prop::bool::weighted(0.2)).prop_map(|(request, keys, free)| {
+            let from = if free { Room::Free } else { Room::Evict };
+            Op::Store { request, keys, from }
+        }),
         6 => (request.clone(), any::<usize>(), prop::bool::weighted(0.8))
             .prop_map(|(request, pick, success)| Op::Stored { request, pick, success }),
         4 => (request.clone(), keys()).prop_map(|(request, keys)| Op::Load { request, keys }),
-        4 => (request.clone(), any::<usize>()).prop_map(|(request, pick)| Op::Loaded { request, pick }),
+        4 => (request.clone(), any::<usize>(), prop::bool::weighted(0.3))
+            .prop_map(|(request, pick, discard)| Op::Loaded { request, pick, discard }),
         1 => (request.clone(), 0..KEYS).prop_map(|(request, key)| Op::LoadedTwice { request, key }),
         1 => keys().prop_map(Op::Touch),
         2 => (request.clone(), any::<bool>())
@@ -78,7 +89,7 @@ fn name(key: u8) -> Vec<u8> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Chunk {
     Writing { by: usize },
-    Ready { pins: u32 },
+    Ready { pins: u32, version: u32 },
 }
 
 struct World {
@@ -86,7 +97,13 @@ struct World {
     requests: Vec<Request>,
     chunks: BTreeMap<u8, Chunk>,
     stores: Vec<Vec<Vec<u8>>>,
-    loads: Vec<Vec<Vec<u8>>>,
+    /// Keys, and the versions of their chunks.
+    loads: Vec<Vec<Vec<(u8, u32)>>>,
+    /// Pins of versions that are discarded.
+    condemned: BTreeMap<u32, u32>,
+    versions: u32,
+    /// What the events say can be read.
+    visible: BTreeSet<Vec<u8>>,
     outlived: Vec<bool>,
     prepared: Prepared,
     partial: bool,
@@ -103,6 +120,9 @@ impl World {
             chunks: BTreeMap::new(),
             stores: vec![Vec::new(); REQUESTS],
             loads: vec![Vec::new(); REQUESTS],
+            condemned: BTreeMap::new(),
+            versions: 0,
+            visible: BTreeSet::new(),
             outlived: vec![false; REQUESTS],
             prepared: Prepared::default(),
             partial,
@@ -122,19 +142,28 @@ impl World {
                     assert_eq!(self.manager.lookup(&name(key)), expected);
                 }
             }
-            Op::Store { request, keys } => self.store(request, &keys),
+            Op::Probe(keys) => self.probe(&keys),
+            Op::Store {
+                request,
+                keys,
+                from,
+            } => self.store(request, &keys, from),
             Op::Stored {
                 request,
                 pick,
                 success,
             } => self.stored(request, pick, success),
             Op::Load { request, keys } => self.load(request, &keys),
-            Op::Loaded { request, pick } => self.loaded(request, pick),
+            Op::Loaded {
+                request,
+                pick,
+                discard,
+            } => self.loaded(request, pick, discard),
             Op::LoadedTwice { request, key } => {
                 if !self.loads[request]
                     .iter()
                     .flatten()
-                    .any(|held| *held == key)
+                    .any(|held| held.0 == key)
                 {
                     let ended = self
                         .manager
@@ -174,39 +203,103 @@ impl World {
             Op::Reset => {
                 self.manager.reset();
                 self.chunks.clear();
-                self.stores
-                    .iter_mut()
-                    .chain(&mut self.loads)
-                    .for_each(Vec::clear);
+                self.stores.iter_mut().for_each(Vec::clear);
+                self.loads.iter_mut().for_each(Vec::clear);
+                self.condemned.clear();
+                self.manager.take_events();
+                self.visible.clear();
                 self.outlived = vec![true; REQUESTS];
             }
         }
         self.manager.validate();
+        self.follow_events();
     }
 
-    fn store(&mut self, request: usize, keys: &[u8]) {
+    /// Events tell exactly which keys can be read.
+    fn follow_events(&mut self) {
+        for event in self.manager.take_events() {
+            for key in event.keys {
+                let key = key.as_bytes().to_vec();
+                if event.removed {
+                    assert!(self.visible.remove(&key));
+                } else {
+                    assert!(self.visible.insert(key));
+                }
+            }
+        }
+        let ready =
+            |(key, chunk): (&u8, &Chunk)| matches!(chunk, Chunk::Ready { .. }).then(|| name(*key));
+        assert_eq!(self.visible, self.chunks.iter().filter_map(ready).collect());
+    }
+
+    fn probe(&self, keys: &[u8]) {
+        let mut expected = Vec::new();
+        for key in keys {
+            expected.push(match self.chunks.get(key) {
+                None => Found::Nothing,
+                Some(Chunk::Writing { .. }) => Found::Writing,
+                Some(Chunk::Ready { pins: 0, .. }) => Found::Ready,
+                Some(Chunk::Ready { .. }) => Found::Loading,
+            });
+            if expected.ends_with(&[Found::Nothing]) {
+                break;
+            }
+        }
+        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let mut found = Vec::new();
+        self.manager
+            .probe(names.iter().map(Vec::as_slice), &mut found);
+        assert_eq!(found, expected);
+    }
+
+    /// Whether a request reads a version of a key that is not (any more) in the pool.
+    fn reads_other(&self, request: usize, key: u8) -> bool {
+        self.loads[request]
+            .iter()
+            .flatten()
+            .any(|held| held.0 == key && self.condemned.contains_key(&held.1))
+    }
+
+    fn store(&mut self, request: usize, keys: &[u8], from: Room) {
         let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
         let names: Vec<&[u8]> = names.iter().map(Vec::as_slice).collect();
         let mut absent: Vec<usize> = Vec::new();
         for (at, key) in keys.iter().enumerate() {
-            if !self.chunks.contains_key(key) && !keys[..at].contains(key) {
+            if !self.chunks.contains_key(key)
+                && !keys[..at].contains(key)
+                && !self.reads_other(request, *key)
+            {
                 absent.push(at);
             }
         }
         let idle = self
             .chunks
             .iter()
-            .filter(|(key, chunk)| **chunk == Chunk::Ready { pins: 0 } && !keys.contains(key))
+            .filter(|(key, chunk)| {
+                matches!(chunk, Chunk::Ready { pins: 0, .. }) && !keys.contains(key)
+            })
             .count();
-        let room = self.slots - self.chunks.len() + idle;
+        let free = self.slots - self.chunks.len() - self.condemned.len();
+        let room = free + if from == Room::Free { 0 } else { idle };
+        let refused_from = match absent.get(room) {
+            Some(first) if self.partial && room > 0 => Some(*first),
+            Some(_) => Some(absent[0]),
+            None => None,
+        };
         if self.partial && room > 0 {
             absent.truncate(room);
         }
         let before = self.manager.dump();
         let ok = self
             .manager
-            .prepare_store(&names, &mut self.requests[request], &mut self.prepared)
+            .prepare_store_in(
+                from,
+                &names,
+                &mut self.requests[request],
+                &mut self.prepared,
+            )
             .unwrap();
+        assert_eq!(self.prepared.refused_from, refused_from);
         assert_eq!(ok, absent.len() <= room);
         if !ok {
             assert_eq!(
@@ -220,13 +313,14 @@ impl World {
             self.prepared.to_store, absent,
             "the caller's order, each absent key once"
         );
-        let evicted = absent.len().saturating_sub(self.slots - self.chunks.len());
+        let evicted = absent.len().saturating_sub(free);
         assert_eq!(self.prepared.evicted.len(), evicted);
         for victim in &self.prepared.evicted {
             let key = victim.as_bytes()[0];
             assert_eq!(victim.as_bytes(), name(key));
             assert!(!keys.contains(&key), "a store never evicts its own input");
-            assert_eq!(self.chunks.remove(&key), Some(Chunk::Ready { pins: 0 }));
+            let gone = self.chunks.remove(&key);
+            assert!(matches!(gone, Some(Chunk::Ready { pins: 0, .. })));
         }
         let distinct: BTreeSet<_> = self.prepared.slots.iter().collect();
         assert_eq!(distinct.len(), absent.len());
@@ -262,7 +356,9 @@ impl World {
                 Some(Chunk::Writing { by: request })
             );
             if success {
-                self.chunks.insert(key, Chunk::Ready { pins: 0 });
+                self.versions += 1;
+                let version = self.versions;
+                self.chunks.insert(key, Chunk::Ready { pins: 0, version });
             }
         }
     }
@@ -270,21 +366,24 @@ impl World {
     fn load(&mut self, request: usize, keys: &[u8]) {
         let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
         let names = names.iter().map(Vec::as_slice);
-        let bad = keys
-            .iter()
-            .position(|key| !matches!(self.chunks.get(key), Some(Chunk::Ready { .. })));
+        let bad = keys.iter().position(|key| {
+            !matches!(self.chunks.get(key), Some(Chunk::Ready { .. }))
+                || self.reads_other(request, *key)
+        });
         let mut slots = Vec::new();
         let pinned = self
             .manager
             .prepare_load(names, &mut self.requests[request], &mut slots);
         if let Some(position) = bad {
-            let writing = self.chunks.contains_key(&keys[position]);
+            let chunk = self.chunks.get(&keys[position]);
+            let writing = matches!(chunk, Some(Chunk::Writing { .. }));
             assert_eq!(pinned, Err(ManagerError::KeyNotReady { position, writing }));
             assert!(slots.is_empty());
             return;
         }
         pinned.unwrap();
         let dump = self.manager.dump();
+        let mut held = Vec::new();
         for (key, slot) in keys.iter().zip(&slots) {
             let at = dump.keys.iter().find(|chunk| chunk.slot == *slot).unwrap();
             assert_eq!(
@@ -293,29 +392,42 @@ impl World {
                 "slots come in the order of the keys"
             );
             match self.chunks.get_mut(key) {
-                Some(Chunk::Ready { pins }) => *pins += 1,
+                Some(Chunk::Ready { pins, version }) => {
+                    *pins += 1;
+                    held.push((*key, *version));
+                }
                 other => panic!("{other:?}"),
             }
         }
-        self.loads[request].push(keys.to_vec());
+        self.loads[request].push(held);
     }
 
-    fn loaded(&mut self, request: usize, pick: usize) {
+    fn loaded(&mut self, request: usize, pick: usize, discard: bool) {
         if self.loads[request].is_empty() {
             return;
         }
         let pick = pick % self.loads[request].len();
-        let keys = self.loads[request].swap_remove(pick);
-        let names: Vec<_> = keys.iter().map(|key| name(*key)).collect();
+        let held = self.loads[request].swap_remove(pick);
+        let names: Vec<_> = held.iter().map(|held| name(held.0)).collect();
         let names = names.iter().map(Vec::as_slice);
-        self.manager
-            .complete_load(names, &mut self.requests[request])
-            .unwrap();
-        for key in keys {
+        let owner = &mut self.requests[request];
+        if discard {
+            self.manager.discard_load(names, owner).unwrap();
+        } else {
+            self.manager.complete_load(names, owner).unwrap();
+        }
+        for (key, held) in held {
             match self.chunks.get_mut(&key) {
-                Some(Chunk::Ready { pins }) => *pins -= 1,
-                other => panic!("{other:?}"),
+                Some(Chunk::Ready { pins, version }) if *version == held => {
+                    *pins -= 1;
+                    if discard {
+                        self.condemned.insert(held, *pins);
+                        self.chunks.remove(&key);
+                    }
+                }
+                _ => *self.condemned.get_mut(&held).expect("it is somewhere") -= 1,
             }
+            self.condemned.retain(|_, pins| *pins > 0);
         }
     }
 
@@ -326,7 +438,7 @@ impl World {
                 self.stored(request, 0, true);
             }
             while !self.loads[request].is_empty() {
-                self.loaded(request, 0);
+                self.loaded(request, 0, false);
             }
             // A request learns of a reset at its next call.
             self.manager
@@ -369,95 +481,5 @@ proptest! {
             world.run(op);
         }
         world.drain();
-    }
-}
-
-#[test]
-fn an_overdue_write_misses_and_its_late_end_still_counts() {
-    let millis = Arc::new(AtomicU32::new(0));
-    let clock = Arc::clone(&millis);
-    let manager = Manager::new(Config {
-        write_deadline: Duration::from_millis(1500),
-        clock: Clock::new(move || Duration::from_millis(clock.load(Ordering::Relaxed).into())),
-        ..Config::new(2)
-    })
-    .unwrap();
-    let mut request = manager.new_request();
-    let mut prepared = Prepared::default();
-    let keys: [&[u8]; 1] = [b"k"];
-    assert!(
-        manager
-            .prepare_store(&keys, &mut request, &mut prepared)
-            .unwrap()
-    );
-    millis.store(1500, Ordering::Relaxed);
-    assert_eq!(manager.lookup(b"k"), Answer::Later);
-    millis.store(1600, Ordering::Relaxed);
-    assert_eq!(manager.lookup(b"k"), Answer::Miss);
-    assert_eq!(manager.stats().overdue, 1);
-
-    // The copy may still run: neither the key nor the slot is given out again.
-    let mut other = manager.new_request();
-    let two: [&[u8]; 2] = [b"k", b"l"];
-    assert!(
-        manager
-            .prepare_store(&two, &mut other, &mut prepared)
-            .unwrap()
-    );
-    assert_eq!(prepared.to_store, [1]);
-    let three: [&[u8]; 1] = [b"m"];
-    assert!(
-        !manager
-            .prepare_store(&three, &mut other, &mut prepared)
-            .unwrap()
-    );
-
-    manager.complete_store(keys, &mut request, true).unwrap();
-    assert_eq!(manager.lookup(b"k"), Answer::Hit);
-}
-
-#[test]
-fn a_request_of_another_manager_is_refused() {
-    let (a, b) = (
-        Manager::new(Config::new(1)).unwrap(),
-        Manager::new(Config::new(1)).unwrap(),
-    );
-    let mut request = a.new_request();
-    let keys: [&[u8]; 1] = [b"k"];
-    let stored = b.prepare_store(&keys, &mut request, &mut Prepared::default());
-    assert_eq!(stored, Err(ManagerError::ForeignRequest));
-    assert_eq!(b.stats().free, 1);
-}
-
-#[test]
-fn bad_settings_are_named() {
-    assert_eq!(
-        Manager::new(Config::new(0)).unwrap_err(),
-        ManagerError::NoSlots
-    );
-    let many = Config::MAX_SLOTS + 1;
-    let error = Manager::new(Config::new(many)).unwrap_err();
-    assert_eq!(error, ManagerError::TooManySlots { num_slots: many });
-    let tracked = Config {
-        store_threshold: 2,
-        max_tracker_size: u32::MAX,
-        ..Config::new(1)
-    };
-    let error = Manager::new(tracked).unwrap_err();
-    assert!(error.to_string().contains("max_tracker_size"));
-    assert!(
-        PolicyKind::from_name("lfu")
-            .unwrap_err()
-            .to_string()
-            .contains("\"lru\"")
-    );
-}
-
-#[test]
-fn metadata_stays_within_its_budget() {
-    for (arc, budget) in [(false, 128), (true, 256)] {
-        let manager = Manager::new(config(100_000, arc, false)).unwrap();
-        let bytes = manager.metadata_bytes() / 100_000;
-        assert!(bytes <= budget, "{bytes} bytes a slot, arc: {arc}");
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use kvoffload_core::manager::{Answer, Config, Manager, PolicyKind, Prepared};
 
-fn life_cycles(policy: PolicyKind) {
+/// With `discards`, one thread takes what it has loaded out of the pool, also under others' pins.
+fn life_cycles(policy: PolicyKind, discards: bool) {
     let manager = Arc::new(
         Manager::new(Config {
             policy,
@@ -37,9 +38,13 @@ fn life_cycles(policy: PolicyKind) {
                             .prepare_load([keys[0]], &mut request, &mut slots)
                             .is_ok()
                     {
-                        // Pinned: nobody can take it away now.
-                        assert_eq!(manager.lookup(keys[0]), Answer::Hit);
-                        manager.complete_load([keys[0]], &mut request).unwrap();
+                        if discards && thread == 2 {
+                            manager.discard_load([keys[0]], &mut request).unwrap();
+                        } else {
+                            // Pinned: nobody else can take it away now.
+                            assert!(discards || manager.lookup(keys[0]) == Answer::Hit);
+                            manager.complete_load([keys[0]], &mut request).unwrap();
+                        }
                     }
                     manager.finish_request(&mut request, []).unwrap();
                     assert_eq!(request.held(), 0);
@@ -58,10 +63,16 @@ fn life_cycles(policy: PolicyKind) {
 
 #[test]
 fn lru_life_cycles_from_three_threads() {
-    shuttle::check_random(|| life_cycles(PolicyKind::Lru), 2_000);
+    shuttle::check_random(|| life_cycles(PolicyKind::Lru, false), 2_000);
 }
 
 #[test]
 fn arc_life_cycles_from_three_threads() {
-    shuttle::check_random(|| life_cycles(PolicyKind::Arc), 2_000);
+    shuttle::check_random(|| life_cycles(PolicyKind::Arc, false), 2_000);
+}
+
+#[test]
+fn life_cycles_with_loads_that_fail() {
+    shuttle::check_random(|| life_cycles(PolicyKind::Lru, true), 2_000);
+    shuttle::check_random(|| life_cycles(PolicyKind::Arc, true), 2_000);
 }

@@ -50,21 +50,21 @@ class SchedulerSide:
         self._moved = Reports()
         #: Requests that have not ended, by id.
         self._requests: dict[str, Any] = {}
-        self.core = _core.Requests(
-            [group.as_tuple() for group in groups],
-            num_slots=spec.num_slots,
-            blocks_per_chunk=spec.chunk,
-            tokens_per_hash=compat.tokens_per_hash(spec.config),
-            num_ranks=facts.world_size,
-            prompt_only=settings.offload_prompt_only,
-            share_loads=caching,
-            defer_deadline_s=settings.defer_deadline_s,
-            policy=settings.eviction_policy,
-            events=facts.kv_events,
-            store_threshold=settings.store_threshold,
-            max_tracker_size=settings.max_tracker_size,
-            write_deadline_s=settings.write_deadline_s,
-        )
+        self._settings: dict[str, Any] = {
+            "blocks_per_chunk": spec.chunk,
+            "tokens_per_hash": compat.tokens_per_hash(spec.config),
+            "num_ranks": facts.world_size,
+            "prompt_only": settings.offload_prompt_only,
+            "share_loads": caching,
+            "defer_deadline_s": settings.defer_deadline_s,
+            "policy": settings.eviction_policy,
+            "events": facts.kv_events,
+            "store_threshold": settings.store_threshold,
+            "max_tracker_size": settings.max_tracker_size,
+            "write_deadline_s": settings.write_deadline_s,
+        }
+        self._groups = [group.as_tuple() for group in groups]
+        self.core = _core.Requests(self._groups, num_slots=spec.num_slots, **self._settings)
 
     # --- start --------------------------------------------------------------------------------
 
@@ -72,15 +72,22 @@ class SchedulerSide:
         """Compares what the workers have with what this side hands out.
 
         Raises:
-            CapacityError: a rank has other slots, or chunks of another size than its neighbours.
+            CapacityError: a rank has other slots or chunks.
         """
         ranks = sorted(ranks, key=lambda facts: facts.rank)
+        # Pipeline stages have other layers each, so that the same memory holds other numbers of
+        # slots: the smallest number is there on all of them.
+        stages = self._spec.facts.pipeline_size > 1
+        if stages and ranks and not self.core.num_requests:
+            slots = min(facts.num_slots for facts in ranks)
+            self.core = _core.Requests(self._groups, num_slots=slots, **self._settings)
+        slots = self.core.num_slots
         for facts in ranks:
-            if (facts.num_slots, facts.blocks_per_chunk) != (self.core.num_slots, self._spec.chunk):
+            enough = facts.num_slots >= slots if stages else facts.num_slots == slots
+            if not enough or facts.blocks_per_chunk != self._spec.chunk:
                 raise CapacityError(
                     f"rank {facts.rank} has {facts.num_slots} slots of {facts.blocks_per_chunk} "
-                    f"block(s), the scheduler hands out {self.core.num_slots} of "
-                    f"{self._spec.chunk}",
+                    f"block(s), the scheduler hands out {slots} of {self._spec.chunk}",
                     field="cpu_bytes_to_use",
                     value=facts.num_slots,
                     hint="All ranks must run the same version with the same settings.",

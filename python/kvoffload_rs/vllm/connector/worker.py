@@ -145,7 +145,8 @@ class WorkerSide:
         now = time.monotonic()
         for order in orders.loads:
             if not order.slots:
-                self._end_load(order, _HOLLOW)
+                # Without blocks there was nothing to load: groups whose windows begin later.
+                self._end_load(order, _HOLLOW if order.blocks else None)
                 continue
             self._loads[order.job] = (now, order)
             blocks = Blocks(order.blocks, order.group_sizes, order.first_blocks)

@@ -1,15 +1,15 @@
-//! What became readable and what was evicted, for whoever routes by cache content.
+//! What became readable and what was evicted or discarded, for whoever routes by cache content.
 
 use std::collections::VecDeque;
 
 use crate::key::Key;
 
-/// Keys that became readable or were evicted together.
+/// Keys that became readable, were evicted, or were discarded together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
     /// The keys, in the order of the call that caused it.
     pub keys: Vec<Key>,
-    /// Evicted; otherwise stored.
+    /// Evicted or discarded; otherwise stored.
     pub removed: bool,
 }
 

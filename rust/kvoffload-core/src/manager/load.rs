@@ -1,5 +1,6 @@
 //! Loads: pin every chunk or none, release each pin once.
 
+use crate::key::Key;
 use crate::pool::{Pool, Slot, SlotState};
 
 use super::request::Handle;
@@ -11,7 +12,8 @@ impl Manager {
     /// of `keys`. The pins belong to `request` until [`Manager::complete_load`].
     ///
     /// # Errors
-    /// [`ManagerError::KeyNotReady`] if one of them cannot be read; then none is pinned.
+    /// [`ManagerError::KeyNotReady`] if one of them cannot be read, or was discarded and stored again
+    /// while `request` goes on reading what it was; then none is pinned.
     pub fn prepare_load<'k, I>(
         &self,
         keys: I,
@@ -30,28 +32,33 @@ impl Manager {
         for (position, (key, &hash)) in keys.clone().zip(&hashes).enumerate() {
             let slot = inner.find(key, hash);
             match slot.map(|slot| (slot, self.pool.state(slot))) {
-                Some((slot, SlotState::Ready)) => slots.push(slot),
+                Some((slot, SlotState::Ready))
+                    if inner.condemned.is_empty()
+                        || !request.reads_other(key, hash, self.handle(slot)) =>
+                {
+                    slots.push(slot);
+                }
                 found => {
                     slots.truncate(first);
                     inner.hashes = hashes;
                     return Err(ManagerError::KeyNotReady {
                         position,
-                        writing: found.is_some(),
+                        writing: matches!(found, Some((_, SlotState::Writing))),
                     });
                 }
             }
         }
         for ((key, &slot), &hash) in keys.zip(&slots[first..]).zip(&hashes) {
-            let generation = self.pool.generation(slot);
+            let handle = self.handle(slot);
             let pins = self
                 .pool
-                .pin(slot, generation)
+                .pin(slot, handle.generation)
                 .expect("ready, and only this lock unmakes it");
             if pins == 1 {
                 inner.policy.mark_non_evictable(slot);
             }
             let at = request.find_or_add(key, hash);
-            request.begin_read(at, Handle { slot, generation });
+            request.begin_read(at, handle);
             request.reuse(at);
         }
         inner.hashes = hashes;
@@ -87,6 +94,11 @@ impl Manager {
         self.end_load(keys, request, true)
     }
 
+    fn handle(&self, slot: Slot) -> Handle {
+        let generation = self.pool.generation(slot);
+        Handle { slot, generation }
+    }
+
     fn end_load<'k>(
         &self,
         keys: impl IntoIterator<Item = &'k [u8]>,
@@ -110,18 +122,20 @@ impl Manager {
                 }
             }
         }
+        let mut discarded = Vec::new();
         for (_, Handle { slot, generation }) in ended {
             let left = self
                 .pool
                 .unpin(slot, generation)
                 .expect("the request holds this pin");
             if discard {
-                inner.condemn(slot);
+                inner.condemn(slot, &mut discarded);
             }
             if left == 0 && !inner.bury(&self.pool, slot) {
                 inner.policy.mark_evictable(slot);
             }
         }
+        inner.events.push(discarded, true);
         inner.changes += 1;
         Ok(())
     }
@@ -129,12 +143,13 @@ impl Manager {
 
 impl Inner {
     /// Makes the chunk in a pinned slot unreachable; the slot is freed with its last pin.
-    fn condemn(&mut self, slot: Slot) {
+    fn condemn(&mut self, slot: Slot, discarded: &mut Vec<Key>) {
         if !self.condemned.contains(&slot) {
             let key = self.unlink(slot);
             self.why(key.as_bytes(), self.tags[slot.index()], Missed::Failed);
             self.condemned.push(slot);
             self.stats.discarded += 1;
+            discarded.push(key);
         }
     }
 

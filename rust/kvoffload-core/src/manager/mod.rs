@@ -205,7 +205,7 @@ impl Manager {
         debug_assert_eq!(self.pool.free(), self.pool.num_slots());
     }
 
-    /// What was stored and evicted since the last call; empty unless events are on.
+    /// What was stored, evicted and discarded since the last call; empty unless events are on.
     pub fn take_events(&self) -> Vec<Event> {
         self.inner.lock().events.take()
     }

@@ -200,6 +200,21 @@ impl Request {
         self.held += 1;
     }
 
+    /// Whether the request is writing or reading the key. Of a key that is not in the pool, it is what
+    /// is left of a chunk that was discarded under its readers.
+    pub(super) fn uses(&self, at: usize) -> bool {
+        let entry = &self.entries[at];
+        entry.writing || entry.reads > 0
+    }
+
+    /// Whether the request is reading `key` where it was before it was discarded and stored again.
+    pub(super) fn reads_other(&mut self, key: &[u8], hash: KeyHash, handle: Handle) -> bool {
+        self.find_hashed(key, hash).is_some_and(|at| {
+            let entry = &self.entries[at];
+            entry.reads > 0 && entry.last != Some(handle)
+        })
+    }
+
     pub(super) fn end_write(&mut self, at: usize) -> Option<Handle> {
         let entry = &mut self.entries[at];
         if !std::mem::take(&mut entry.writing) {

@@ -83,8 +83,9 @@ impl Manager {
         }
         if !room {
             inner.stats.refused += 1;
+            let first = out.refused_from;
             out.clear();
-            out.refused_from = Some(0);
+            out.refused_from = first;
             return Ok(false);
         }
         let taken = self.pool.alloc(out.to_store.len(), &mut out.slots);
@@ -171,6 +172,10 @@ impl Inner {
                     continue;
                 }
                 let at = request.find_or_add(key, hash);
+                // What it still reads was discarded: it can write the key again once it has read.
+                if request.uses(at) {
+                    continue;
+                }
                 if request.entry(at).offer != offer {
                     request.entry_mut(at).offer = offer;
                     request.see(at);
@@ -182,10 +187,12 @@ impl Inner {
             if pool.state(slot) == SlotState::Ready {
                 let at = request.find_or_add(key, hash);
                 request.reuse(at);
-                request.entry_mut(at).last = Some(Handle {
-                    slot,
-                    generation: pool.generation(slot),
-                });
+                if !request.uses(at) {
+                    request.entry_mut(at).last = Some(Handle {
+                        slot,
+                        generation: pool.generation(slot),
+                    });
+                }
                 self.protected.push(slot);
             }
         }

@@ -4,7 +4,7 @@ use crate::jobs::{JobId, JobKind, JobTable};
 
 use super::orders::JobBody;
 
-/// The number of a GPU block's last allocation.
+/// The number of the call that told a GPU block's last allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Stamp(u32);
 
@@ -16,21 +16,21 @@ pub(super) struct Blocks {
     readers: Vec<u16>,
     /// Stores under way.
     stores: usize,
-    step: u32,
+    call: u32,
 }
 
 impl Blocks {
-    /// A new step: what is allocated from now on is told from what was allocated before.
-    pub(super) fn next_step(&mut self) {
-        self.step = self.step.wrapping_add(1);
+    /// A request's blocks will be told: what it is given is told from what others had before, also
+    /// within a step, in which one that is preempted loses what another one gets.
+    pub(super) fn next_call(&mut self) {
+        self.call = self.call.wrapping_add(1);
     }
 
     /// The block was given to a request just now. Answers whether a store still reads it.
     pub(super) fn allocate(&mut self, block: u32) -> (Stamp, bool) {
         let at = self.grow(block);
-        // A block can change hands within a step: a request that is preempted loses what another one
-        // gets. Each allocation is another stamp.
-        self.stamps[at].0 = self.stamps[at].0.wrapping_add(1);
+        // Not a count per block: two groups of a request may have a block in common.
+        self.stamps[at] = Stamp(self.call);
         (self.stamps[at], self.readers[at] > 0)
     }
 

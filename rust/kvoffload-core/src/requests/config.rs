@@ -100,6 +100,10 @@ impl RequestsConfig {
                     tokens_per_hash: self.tokens_per_hash,
                 });
             }
+            let same = |other: &&GroupConfig| other.id == group.id;
+            if self.groups.iter().filter(same).count() > 1 {
+                return Err(RequestError::SameGroup { group: group.id });
+            }
             if matches!(group.span, Span::Window(0) | Span::Local(0)) {
                 return Err(RequestError::Zero { field: "window" });
             }
@@ -141,6 +145,12 @@ pub enum RequestError {
     )]
     StateChunks {
         /// The group.
+        group: u32,
+    },
+    /// Two groups whose chunks would have the same keys.
+    #[error("two KV groups have the number {group}: their chunks would have the same keys")]
+    SameGroup {
+        /// The number.
         group: u32,
     },
     /// Two live requests of one name.

@@ -54,3 +54,44 @@ impl Group {
         (chunk as u64 + 1) * self.tokens_per_chunk
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_needs_what_its_next_token_reads() {
+        let needed = |span, blocks_per_chunk, tokens| {
+            let config = GroupConfig {
+                id: 0,
+                tokens_per_block: 16,
+                span,
+                draft: false,
+            };
+            Group::new(config, blocks_per_chunk, 16).needed(tokens)
+        };
+        for (span, blocks_per_chunk, tokens, chunks) in [
+            (Span::Full, 1, 0, 0..0),
+            (Span::Full, 1, 64, 0..4),
+            (Span::Full, 1, 63, 0..4),
+            (Span::Full, 2, 64, 0..2),
+            // The next token is one of those in the window.
+            (Span::Window(1), 1, 64, 4..4),
+            (Span::Window(2), 1, 64, 3..4),
+            (Span::Window(17), 1, 64, 3..4),
+            (Span::Window(18), 1, 64, 2..4),
+            (Span::Window(18), 2, 64, 1..2),
+            (Span::Window(16), 1, 63, 3..4),
+            (Span::Window(17), 1, 63, 2..4),
+            (Span::Window(100), 1, 64, 0..4),
+            (Span::Local(32), 1, 64, 4..4),
+            (Span::Local(48), 1, 64, 3..4),
+            (Span::Local(48), 1, 95, 3..6),
+            (Span::State, 1, 64, 3..4),
+            (Span::State, 1, 0, 0..0),
+        ] {
+            let what = format!("{span:?}, {blocks_per_chunk} blocks a chunk, {tokens} tokens");
+            assert_eq!(needed(span, blocks_per_chunk, tokens), chunks, "{what}");
+        }
+    }
+}

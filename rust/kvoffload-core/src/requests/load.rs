@@ -4,7 +4,7 @@ use crate::jobs::JobKind;
 
 use super::Requests;
 use super::blocks::readers_of;
-use super::config::RequestError;
+use super::config::{RequestError, Span};
 use super::orders::{JobBody, JobOrder};
 use super::table::RequestId;
 
@@ -29,9 +29,10 @@ impl Requests {
             .map_or(0, |group| (computed / group.tokens_per_block) as usize)
     }
 
-    /// Whether it matters which blocks a request was given although nothing is loaded into them.
+    /// Whether it matters which blocks a request was given although nothing is loaded into them: a
+    /// store reads them, or another request may believe that it still has them.
     pub fn watches_blocks(&self) -> bool {
-        self.blocks.has_readers()
+        self.blocks.has_readers() || self.table.len() > 1
     }
 
     /// The engine gave blocks to a request, `external` tokens of which are to be loaded: what the last
@@ -49,7 +50,7 @@ impl Requests {
         given: &[GivenBlocks<'_>],
         external: u64,
     ) -> Result<(), RequestError> {
-        let Some(state) = self.table.get(id) else {
+        let Some(state) = self.table.get_mut(id) else {
             return Ok(());
         };
         if given.len() != self.groups.len() {
@@ -59,7 +60,9 @@ impl Requests {
                 expected: self.groups.len(),
             });
         }
+        state.admitted(&mut self.stats);
         let mut taken = Vec::new();
+        self.blocks.next_call();
         for group in given {
             for &block in group.ids.iter().filter(|&&block| block != 0) {
                 if self.blocks.allocate(block).1 {
@@ -108,6 +111,8 @@ impl Requests {
             let first = given.fresh.max(given.first).min(end);
             let blocks = &given.ids[first - given.first..end - given.first];
             complete &= !blocks.contains(&0);
+            // A state is that of one length only, and the engine may take less than it was promised.
+            complete &= group.span != Span::State || target.is_multiple_of(group.tokens_per_chunk);
             order.blocks.extend_from_slice(blocks);
             order.sizes.push(blocks.len() as u32);
             order.firsts.push(first as u64);
@@ -121,9 +126,7 @@ impl Requests {
             }
             state.groups[at].stored = target.div_ceil(group.tokens_per_chunk) as usize;
         }
-        if order.blocks.is_empty() {
-            return Ok(());
-        }
+        // Without a block the job is begun, too: the engine waits for what it was promised.
         self.slots.clear();
         let key_bytes = state.key_bytes.max(1);
         let pinned = complete

@@ -23,7 +23,8 @@ impl Requests {
     /// can be loaded. The request starts again: what it had of blocks is forgotten, and all its chunks
     /// will be offered for stores again.
     ///
-    /// Putting off has an end: the deadline counts from the first time and is not set back.
+    /// Putting off has an end: the deadline counts from the first time and is not set back before the
+    /// request gets blocks, not even by an answer of which the engine made nothing.
     pub fn lookup(&mut self, id: RequestId, computed: u64, total: u64) -> Lookup {
         let now = self.config.clock.elapsed();
         let Some(state) = self.table.get_mut(id) else {
@@ -35,21 +36,16 @@ impl Requests {
         }
         let same = std::mem::replace(&mut state.computed, computed) == computed;
         state.tainted = false;
+        state.answer = None;
         if state.about.skip_load {
-            return decided(
-                &mut self.stats,
-                state,
-                computed,
-                total,
-                Some(MissReason::Policy),
-            );
+            return decided(state, computed, total, Some(MissReason::Policy));
         }
         let changes = self.manager.changes();
         let overdue = state
-            .deferred
-            .is_some_and(|(since, _)| now.saturating_sub(since) >= self.config.defer_deadline);
+            .deferred_since
+            .is_some_and(|since| now.saturating_sub(since) >= self.config.defer_deadline);
         // Nothing has changed since: no need to look again.
-        if let Some((_, why)) = state.deferred
+        if let Some(why) = state.deferred
             && !overdue
             && same
             && state.seen_changes == changes
@@ -96,13 +92,14 @@ impl Requests {
             return Lookup::Tokens(0, None);
         };
         if let Some(why) = put_off {
-            let since = state.deferred.map_or(now, |(since, _)| since);
-            state.deferred = Some((since, why));
+            state.deferred_since.get_or_insert(now);
+            state.deferred = Some(why);
             state.seen_changes = changes;
             self.stats.defer(why);
             return Lookup::Later(why);
         }
-        self.stats.deadlines += u64::from(overdue);
+        // Once for a request, however often the answer is asked for again.
+        self.stats.deadlines += u64::from(overdue && state.deferred.is_some());
         // The last chunk of a request has no key; that is no reason worth telling.
         let whole = lengths_covered(&self.groups, ready, total);
         let reason = match reason {
@@ -112,7 +109,7 @@ impl Requests {
             None if lengths.most < total.saturating_sub(1) => Some(MissReason::Policy),
             reason => reason,
         };
-        decided(&mut self.stats, state, ready, total, reason)
+        decided(state, ready, total, reason)
     }
 }
 
@@ -122,23 +119,40 @@ fn lengths_covered(groups: &[Group], ready: u64, total: u64) -> bool {
     total.saturating_sub(ready) < chunk.unwrap_or(1)
 }
 
-fn decided(
-    stats: &mut RequestStats,
-    state: &mut State,
-    ready: u64,
-    total: u64,
-    reason: Option<MissReason>,
-) -> Lookup {
+fn decided(state: &mut State, ready: u64, total: u64, reason: Option<MissReason>) -> Lookup {
     state.deferred = None;
     let tokens = ready - state.computed;
-    stats.lookups += 1;
-    stats.hits += u64::from(tokens > 0);
-    stats.tokens_asked += total.saturating_sub(state.computed);
-    stats.tokens_hit += tokens;
-    if let Some(reason) = reason {
-        stats.miss_reasons[reason.number()] += 1;
-    }
+    state.answer = Some(Answered {
+        asked: total.saturating_sub(state.computed),
+        found: tokens,
+        reason,
+    });
     Lookup::Tokens(tokens, reason)
+}
+
+/// An answer that counts once the engine makes something of it: it asks with every step until then.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answered {
+    asked: u64,
+    found: u64,
+    reason: Option<MissReason>,
+}
+
+impl State {
+    /// The engine gave it blocks: what the last lookup answered counts, and putting off begins anew.
+    pub(super) fn admitted(&mut self, stats: &mut RequestStats) {
+        self.deferred_since = None;
+        let Some(answer) = self.answer.take() else {
+            return;
+        };
+        stats.lookups += 1;
+        stats.hits += u64::from(answer.found > 0);
+        stats.tokens_asked += answer.asked;
+        stats.tokens_hit += answer.found;
+        if let Some(reason) = answer.reason {
+            stats.miss_reasons[reason.number()] += 1;
+        }
+    }
 }
 
 /// What a chunk is, from bad to good.

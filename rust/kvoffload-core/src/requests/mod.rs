@@ -125,7 +125,6 @@ impl Requests {
 
     /// What the workers are to be told with this step.
     pub fn take_orders(&mut self) -> Orders {
-        self.blocks.next_step();
         std::mem::take(&mut self.orders)
     }
 

@@ -42,7 +42,8 @@ pub struct JobOrder {
     /// For each group the position of its first block in the request, in blocks.
     pub first_blocks: Box<[u64]>,
     /// The slots of the chunks, in the same order. Empty although there are blocks: the load cannot be
-    /// made, and is to be reported as failed.
+    /// made, and is to be reported as failed. Without blocks, too, it is a load of nothing, which
+    /// succeeds.
     pub slots: Box<[Slot]>,
 }
 
@@ -54,7 +55,8 @@ pub struct Orders {
     /// Stores to start once this step is computed.
     pub stores: Vec<JobOrder>,
     /// Stores, of this step or earlier ones, that must have read their blocks before this step writes
-    /// them.
+    /// them. Jobs that use the same slots keep their order, flushed or not: after a reset, a slot may
+    /// be given away while a void store has still to write it.
     pub flush: Vec<JobId>,
     /// Loads that must not be taken for good: what they read is void.
     pub void: Vec<JobId>,

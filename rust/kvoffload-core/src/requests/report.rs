@@ -18,7 +18,7 @@ pub struct Ended {
     pub chunks: usize,
     /// Why it failed, by rank, if it did.
     pub failures: Vec<(u32, String)>,
-    /// A reset voided it.
+    /// A reset voided it. What a void load has brought is not to be used, even if no rank failed.
     pub void: bool,
 }
 

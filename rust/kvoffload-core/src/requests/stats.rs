@@ -61,7 +61,8 @@ impl MissReason {
 /// Counts since the table was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RequestStats {
-    /// Lookups that were decided: one per request and admission.
+    /// Lookups that decided an admission: one for each, however often the engine asked before it had
+    /// blocks.
     pub lookups: u64,
     /// Those that found something.
     pub hits: u64,

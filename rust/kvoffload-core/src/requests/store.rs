@@ -44,7 +44,9 @@ impl Requests {
                 expected: self.groups.len(),
             });
         }
+        state.admitted(&mut self.stats);
         let mut taken = Vec::new();
+        self.blocks.next_call();
         for ((group, known), ids) in self.groups.iter().zip(&mut state.groups).zip(blocks) {
             if all {
                 known.blocks.clear();
@@ -250,11 +252,12 @@ impl Requests {
 
     /// A request has ended, its first `computed` tokens are computed: stores what is left of it, and
     /// applies its accesses. Its name is free; it is forgotten when its jobs are over.
+    /// To finish it again changes nothing.
     ///
     /// # Errors
     /// From the manager; none for a request of this table.
     pub fn finish(&mut self, id: RequestId, computed: u64) -> Result<(), RequestError> {
-        let Some(state) = self.table.get_mut(id) else {
+        let Some(state) = self.table.get_mut(id).filter(|state| !state.finished) else {
             return Ok(());
         };
         state.finished = true;

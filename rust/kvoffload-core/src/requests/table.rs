@@ -9,6 +9,7 @@ use crate::jobs::JobTable;
 use crate::manager::Request as Record;
 
 use super::blocks::Stamp;
+use super::lookup::Answered;
 use super::orders::JobBody;
 use super::stats::Deferral;
 use super::{RequestError, Requests};
@@ -46,8 +47,12 @@ pub(super) struct State {
     pub(super) key_bytes: usize,
     /// Tokens that were on the GPU at the last lookup.
     pub(super) computed: u64,
-    /// When it was put off first, and why the last time, if it is put off.
-    pub(super) deferred: Option<(Duration, Deferral)>,
+    /// When it was put off first since it last had blocks.
+    pub(super) deferred_since: Option<Duration>,
+    /// Why, if the last lookup put it off.
+    pub(super) deferred: Option<Deferral>,
+    /// What the last lookup answered, until it is counted.
+    pub(super) answer: Option<Answered>,
     /// The manager's changes at the last lookup that put it off.
     pub(super) seen_changes: u64,
     /// Its KV was computed before a reset.
@@ -207,7 +212,9 @@ impl Requests {
             hashes: 0,
             key_bytes: 0,
             computed: 0,
+            deferred_since: None,
             deferred: None,
+            answer: None,
             seen_changes: 0,
             tainted: false,
             jobs: 0,
