@@ -48,7 +48,7 @@ class Server:
         self.llm = llm
         self.outputs: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
-        self.aborted = 0
+        self.aborted_loads = 0
 
     def serve(self, requests: dict[str, list[int]], tokens: int = 16) -> None:
         """Serve all ``requests`` at once, greedily."""
@@ -79,11 +79,10 @@ class Server:
                         self._take(answer.request_id, answer)
             step += 1
             between(step)
-            doomed = [
-                name for name, moment in aborts.items() if moment == step and name not in over
-            ]
-            engine.abort_request(doomed)
-            self.aborted += len(doomed)
+            doomed = {name for name, at in aborts.items() if at == step} - over
+            if doomed:
+                self.aborted_loads += len(doomed & requests_that_load(self.llm))
+                engine.abort_request(sorted(doomed))
 
     def flood(self, name: str, count: int = 4) -> None:
         """Fill the GPU with other prompts."""
@@ -93,6 +92,10 @@ class Server:
     def empty(self) -> bool:
         """Empty the caches, the host pool's included."""
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def restart(self) -> None:
+        """The same while requests run: they lose their KV and start again."""
+        assert self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def change_weights(self) -> None:
         """Change the model, so that KV from before is wrong."""
@@ -187,7 +190,8 @@ def aborted(server: Server) -> None:
 
 
 def emptied(server: Server) -> None:
-    """The model changes, and the caches are emptied; then once more while a prompt is loaded."""
+    """The model changes, and the caches are emptied; then while a prompt is loaded, and while two
+    are computed, which start again."""
     first = prompt("a", 200)
     server.serve({"first": first})
     server.flood("a")
@@ -203,6 +207,12 @@ def emptied(server: Server) -> None:
     )
     server.flood("d")
     server.serve({"after": first})
+    server.serve_stepwise(
+        {"running": first, "running too": prompt("b", 150)},
+        between=lambda step: step == 8 and server.restart(),
+    )
+    server.flood("e")
+    server.serve({"in the end": first})
 
 
 def not_emptied(server: Server) -> None:
@@ -250,8 +260,27 @@ def report_twice() -> Iterator[None]:
         WorkerSide.take_reports = take  # type: ignore[method-assign]
 
 
+@contextmanager
+def async_scheduling() -> Iterator[None]:
+    """Hook: schedules a step while the one before it runs, which vLLM turns off on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    kept, check = vars(CpuPlatform)["check_and_update_config"], CpuPlatform.check_and_update_config
+
+    def keep_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(keep_on)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = kept
+
+
 HOOKS: dict[str | None, Callable[[], AbstractContextManager[None]]] = {
     None: nullcontext,
+    "async_scheduling": async_scheduling,
     "report_twice": report_twice,
 }
 
@@ -314,6 +343,17 @@ def connector_of(llm: Any) -> Any:
     return getattr(getattr(core, "scheduler", None), "connector", None)
 
 
+def requests_that_load(llm: Any) -> set[str]:
+    """The requests that KvOffloadConnector is loading, if the engine lives in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if connector_of(llm) is None:
+        return set()
+    loads = get_kv_transfer_group().worker_side._loads.values()
+    # vLLM makes a request's name its own with a suffix.
+    return {order.request.rpartition("-")[0] for _, order in loads}
+
+
 def settle(llm: Any) -> None:
     """Step until the engine has nothing more to do, which requests do not wait for."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
@@ -361,8 +401,11 @@ def run(case: Case) -> dict[str, Any]:
     os.environ.update(case.environment)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case.own_process))
     start = time.monotonic()
-    from vllm import LLM  # noqa: F401  (sets logging up, after which a handler stays)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import configure_logging_if_needed
 
+    # The first engine would do so, and drop other handlers.
+    configure_logging_if_needed(EngineArgs(model=case.models).create_logging_config())
     log = Log()
     logger = logging.getLogger("vllm")
     logger.addHandler(log)
@@ -376,7 +419,7 @@ def run(case: Case) -> dict[str, Any]:
             result = {
                 "outputs": server.outputs,
                 "cached": server.cached,
-                "aborted": server.aborted,
+                "aborted_loads": server.aborted_loads,
                 "metrics": metrics_of(llm),
                 **state_of(llm),
                 "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,

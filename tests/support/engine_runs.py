@@ -16,7 +16,7 @@ class EngineRun:
 
     outputs: dict[str, list[int]]
     cached: dict[str, int]
-    aborted: int
+    aborted_loads: int
     metrics: dict[str, float]
     pool: dict[str, int] | None
     connector: dict[str, int] | None
