@@ -13,7 +13,14 @@ from gpu_engine.models import write_model
 from gpu_engine.watch import Watch
 
 FIRST_TOKEN, LAST_TOKEN = 10, 31_000
-BACKENDS = ("none", "native", "kvoffload")
+BACKENDS = ("none", "native", "kvoffload", "connector")
+
+VLLMS_CONNECTOR = {"kv_connector": "OffloadingConnector"}
+OUR_CONNECTOR = {
+    "kv_connector": "KvOffloadConnector",
+    "kv_connector_module_path": "kvoffload_rs.vllm",
+    "kv_load_failure_policy": "recompute",
+}
 
 #: Sizes of the captured graphs: some more than a small run needs, so that capturing takes a while.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
@@ -30,7 +37,7 @@ class Setup:
         model: name of a shape.
         kv_heads: KV heads of the model.
         runner: 1 or 2, the version of vLLM's model runner. The parent process sets the variable.
-        backend: `none`, vLLM's own (`native`) or `kvoffload`.
+        backend: `none`, vLLM's own (`native`), our spec (`kvoffload`), or our `connector`.
         host_bytes: host memory for KV.
         weights: real random weights instead of vLLM's dummy ones.
         graphs: one of `GRAPHS`.
@@ -78,7 +85,7 @@ class Engine:
         transfer = None
         if extra is not None:
             transfer = KVTransferConfig(
-                kv_connector="OffloadingConnector",
+                **(OUR_CONNECTOR if setup.backend == "connector" else VLLMS_CONNECTOR),
                 kv_role="kv_both",
                 kv_connector_extra_config=extra,
             )
@@ -202,8 +209,8 @@ def extra_config(setup: Setup) -> dict[str, Any] | None:
     extra: dict[str, Any] = {"cpu_bytes_to_use": setup.host_bytes}
     if setup.backend == "kvoffload":
         extra |= {"spec_name": "KvOffloadSpec", "spec_module_path": "kvoffload_rs.vllm"}
-        if setup.faults:
-            extra["fault_injection"] = setup.faults
+    if setup.backend != "native" and setup.faults:
+        extra["fault_injection"] = setup.faults
     return extra
 
 

@@ -32,6 +32,9 @@ KINDS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "reference": ("none", None),
     "ours": ("kvoffload", None),
     "control": ("kvoffload", {"loads": "nothing"}),
+    "connector": ("connector", None),
+    "connector-control": ("connector", {"loads": "nothing"}),
+    "connector-failing": ("connector", {"fail_every_load": 3}),
     "crowd-reference": ("none", None),
     "crowd": ("kvoffload", None),
 }
@@ -67,6 +70,7 @@ def child(job: dict[str, Any]) -> None:
             "row": "answers",
             **row,
             "preemptions": engine.watch.preemptions,
+            "failures": engine.watch.failures,
             "stats": engine.watch.stats(),
         }
     )
@@ -139,6 +143,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runner", type=int, nargs="+", default=[1, 2], choices=(1, 2))
     parser.add_argument("--graphs", nargs="+", default=["none", "full"], choices=GRAPHS)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=tuple(KINDS))
+    parser.add_argument(
+        "--sync", action="store_true", help="the scheduler does not run a step ahead"
+    )
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest prompt")
     parser.add_argument("--shape", default="small")
@@ -183,6 +190,8 @@ def _run(
         "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
     }
+    if options.sync:
+        llm["async_scheduling"] = False
     if options.shape == "cpu":
         llm |= {"num_gpu_blocks_override": 40 if crowded else 256, "block_size": 32}
     else:
@@ -256,6 +265,7 @@ def judge(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         problems += ["reference not reproducible"] if verdict["reference_noise"] else []
         problems += [] if whole and loaded else ["not everything came from host memory"]
         problems += ["answers all alike"] if verdict["different_answers"] < count // 2 else []
+    problems += _judge_connector(answers, verdict)
     control = answers.get("control")
     if reference and control:
         verdict["control"] = differing(control["again"], reference["hit"])
@@ -279,11 +289,43 @@ def judge(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return verdict | {"problems": problems, "ok": not problems}
 
 
+def _judge_connector(
+    answers: Mapping[str, Mapping[str, Any]], verdict: dict[str, Any]
+) -> list[str]:
+    """The same of our connector: as it is, with loads that copy nothing, with some that fail."""
+    reference = answers.get("reference")
+    if not reference:
+        return []
+    problems = []
+    plain, failing = answers.get("connector"), answers.get("connector-failing")
+    for name, run in (("connector", plain), ("connector-failing", failing)):
+        if not run:
+            continue
+        wrong = sum(
+            differing(run[way], reference[other])
+            for way, other in (("cold", "cold"), ("hit", "hit"), ("again", "hit"))
+        )
+        verdict[name] = wrong
+        verdict[f"{name}_load_jobs"] = run["again_loads"]["jobs"]
+        problems += [name] if wrong else []
+    if plain and plain["again_cached"] != reference["hit_cached"]:
+        problems.append("connector: not everything came from host memory")
+    if failing:
+        verdict["connector_failures"] = failing["failures"]
+        problems += [] if failing["failures"] else ["connector-failing: nothing failed"]
+    control = answers.get("connector-control")
+    if control:
+        verdict["connector_control"] = differing(control["again"], reference["hit"])
+        problems += [] if verdict["connector_control"] else ["connector: the control is equal"]
+    return problems
+
+
 def show(answer: dict[str, Any]) -> str:
     """Requests that differ, of all."""
     names = ["requests", "reference_noise", "cold", "gpu_hit", "from_host", "control"]
     names += ["mixed", "mixed_noise", "crowd", "crowd_noise", "crowd_load_jobs"]
-    names += ["crowd_preemptions"]
+    names += ["crowd_preemptions", "connector", "connector_control", "connector-failing"]
+    names += ["connector_failures"]
     rows: list[Sequence[object]] = []
     notes = []
     for run in answer["runs"]:

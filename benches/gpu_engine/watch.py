@@ -45,6 +45,7 @@ class Watch:
         self.worker_s: float | None = None
         self.layout: dict[str, Any] | None = None
         self.preemptions = 0
+        self.failures = 0
         self.captures: list[dict[str, float]] = []
         self._tensors: list[Any] = []
         self._open: dict[int, Job] = {}
@@ -116,6 +117,7 @@ class Watch:
 
     def _follow(self, worker: Any) -> None:
         self.worker = worker
+        self._follow_transfers(getattr(worker, "transfers", None))
         store, load, finished = worker.submit_store, worker.submit_load, worker.get_finished
 
         def submit(is_store: bool, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,6 +143,36 @@ class Watch:
 
         worker.submit_store, worker.submit_load = submit(True, store), submit(False, load)
         worker.get_finished = get_finished
+
+    def _follow_transfers(self, transfers: Any) -> None:
+        """Our connector calls the copies themselves, not the worker in front of them."""
+        if not hasattr(transfers, "start_load"):
+            return
+        store, load, outcomes = transfers.start_store, transfers.start_load, transfers.outcomes
+
+        def start(is_store: bool, call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(job_id: int, *args: Any) -> None:
+                begin = time.perf_counter()
+                self._open[job_id] = job = Job(is_store, begin, 0.0)
+                call(job_id, *args)
+                job.submit_s = time.perf_counter() - begin
+
+            return wrapped
+
+        def take() -> Any:
+            results = outcomes()
+            now = time.perf_counter()
+            for job_id, _, size, seconds, error in results:
+                job = self._open.pop(job_id)
+                job.finished, job.size, job.event_s = now, int(size), float(seconds)
+                if error is None:
+                    self._done.append(job)
+                else:
+                    self.failures += 1
+            return results
+
+        transfers.start_store, transfers.start_load = start(True, store), start(False, load)
+        transfers.outcomes = take
 
     def _follow_captures(self, module: str) -> None:
         import torch

@@ -17,6 +17,8 @@ from kvoffload_rs.vllm.spec import KvOffloadSpec
 
 #: Failures of one kind that are logged; the rest is only counted.
 _MOST_WARNINGS = 20
+#: What a step writes into blocks before its forward pass.
+_WRITTEN_EARLY = ("new_block_ids_to_zero", "kv_cache_block_copies")
 #: Seconds between two sets of statistics.
 _STATS_EVERY = 0.25
 
@@ -151,9 +153,9 @@ class SchedulerSide:
         orders = StepOrders(
             [Order(*load) for load in loads], [Order(*store) for store in stores], flush, void
         )
-        if flush and getattr(output, "new_block_ids_to_zero", None):
-            # Some model runners clear new blocks before they let a connector flush. What a store
-            # reads from such a block is not worth keeping.
+        if flush and any(getattr(output, name, None) for name in _WRITTEN_EARLY):
+            # Some model runners clear new blocks, or copy into them, before they let a connector
+            # flush. What a store reads from such a block is not worth keeping.
             orders.spoiled = flush
         return orders
 
