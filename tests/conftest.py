@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.engine_runs import EngineCase, EngineRun, RunEngine
-from support.process import RELEASES, ROOT, run_module
+from support.process import RELEASES, ROOT, ModuleServer, run_module
 
 OFFLINE = "KVOFFLOAD_OFFLINE"
 
@@ -50,19 +50,36 @@ def vllm_release() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
-    """Serve a case with an offloading configuration, or without (None: run once and kept)."""
+def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunEngine]:
+    """Serve a case with an offloading configuration, or without (None: run once and kept).
+
+    One process has one engine after another, but for cases that need a process of their own.
+    """
+    shared = ModuleServer("support.engine_case")
     models = str(tmp_path_factory.mktemp("models"))
     references: dict[str, EngineRun] = {}
 
-    def run(case: EngineCase, extra: dict[str, Any] | None) -> EngineRun:
+    def run(
+        case: EngineCase,
+        extra: dict[str, Any] | None,
+        transfer: dict[str, Any] | None = None,
+        hook: str | None = None,
+        fresh: bool = False,
+    ) -> EngineRun:
         key = json.dumps(asdict(case), sort_keys=True)
         if extra is None and key in references:
             return references[key]
-        arguments = asdict(case) | {"models": models, "extra": extra}
-        done = EngineRun(**run_module("support.engine_case", [json.dumps(arguments)]))
+        arguments = asdict(case) | {"models": models, "extra": extra, "hook": hook}
+        if transfer is not None:
+            arguments["transfer"] = transfer
+        line = json.dumps(arguments)
+        if case.own_process or case.environment or fresh:
+            done = EngineRun(**run_module("support.engine_case", [line]))
+        else:
+            done = EngineRun(**shared.ask(line))
         if extra is None:
             references[key] = done
         return done
 
-    return run
+    yield run
+    shared.close()

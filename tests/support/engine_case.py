@@ -1,16 +1,21 @@
-"""Serves one workload on the real engine, on a CPU, and prints one line ``RESULT {...}``.
+"""Serves workloads on the real engine, on a CPU, and prints one line ``RESULT {...}`` for each.
 
-Started as ``python -m support.engine_case '{"workload": ..., ...}'``; see ``Case`` for the fields.
+Started as ``python -m support.engine_case '{"workload": ..., ...}'``, see ``Case`` for the fields;
+or without an argument, with one such object per line of standard input: one engine after another
+in one process, because an engine starts in two seconds once vLLM is loaded.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +32,13 @@ class Case:
     models: str
     model: str = "full"
     extra: dict[str, Any] | None = None  # kv_connector_extra_config; None: no offloading
+    transfer: dict[str, Any] = field(
+        default_factory=lambda: {"kv_connector": "OffloadingConnector"}
+    )
+    hook: str | None = None  # something to do to the connector's code before the engine starts
     own_process: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 class Server:
@@ -38,19 +48,76 @@ class Server:
         self.llm = llm
         self.outputs: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
+        self.aborted_loads = 0
 
     def serve(self, requests: dict[str, list[int]], tokens: int = 16) -> None:
         """Serve all ``requests`` at once, greedily."""
+        prompts = [{"prompt_token_ids": prompt} for prompt in requests.values()]
+        answers = self.llm.generate(prompts, self._sampling(tokens), use_tqdm=False)
+        for name, answer in zip(requests, answers, strict=True):
+            self._take(name, answer)
+
+    def serve_stepwise(
+        self,
+        requests: dict[str, list[int]],
+        between: Callable[[int], None] = lambda step: None,
+        aborts: Mapping[str, int] | None = None,
+    ) -> None:
+        """The same, with a call after each step, numbered from 1; ``aborts`` names requests that
+        are aborted after a step, unless they are over, and whose answers are not kept."""
+        aborts = aborts or {}
+        engine = self.llm.llm_engine
+        for name, text in requests.items():
+            engine.add_request(name, {"prompt_token_ids": text}, self._sampling(16))
+        step = 0
+        over = set()
+        while engine.has_unfinished_requests():
+            for answer in engine.step():
+                if answer.finished:
+                    over.add(answer.request_id)
+                    if answer.request_id not in aborts:
+                        self._take(answer.request_id, answer)
+            step += 1
+            between(step)
+            doomed = {name for name, at in aborts.items() if at == step} - over
+            if doomed:
+                self.aborted_loads += len(doomed & requests_that_load(self.llm))
+                engine.abort_request(sorted(doomed))
+
+    def flood(self, name: str, count: int = 4) -> None:
+        """Fill the GPU with other prompts."""
+        for i in range(count):
+            self.serve({f"{name}.flood{i}": prompt(f"{name}.flood{i}", 200)})
+
+    def empty(self) -> bool:
+        """Empty the caches, the host pool's included."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def restart(self) -> None:
+        """The same while requests run: they lose their KV and start again."""
+        assert self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def change_weights(self) -> None:
+        """Change the model, so that KV from before is wrong."""
+        self.llm.apply_model(_change_norms)
+
+    def _sampling(self, tokens: int) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
-        prompts = [{"prompt_token_ids": prompt} for prompt in requests.values()]
-        answers = self.llm.generate(prompts, sampling, use_tqdm=False)
-        for name, answer in zip(requests, answers, strict=True):
-            self.outputs[name] = list(answer.outputs[0].token_ids)
-            self.cached[name] = int(answer.num_cached_tokens or 0)
+        return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def _take(self, name: str, answer: Any) -> None:
+        self.outputs[name] = list(answer.outputs[0].token_ids)
+        self.cached[name] = int(answer.num_cached_tokens or 0)
+
+
+def _change_norms(model: Any) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if name.endswith("input_layernorm.weight"):
+            weight.data.mul_(torch.rand(weight.shape, generator=generator) + 0.5)
 
 
 def prompt(seed: str, length: int) -> list[int]:
@@ -91,9 +158,143 @@ def preempted(server: Server) -> None:
             server.serve({f"{turn}.flood{i}": prompt(f"flood{i}", 200)})
 
 
+def rounds(server: Server) -> None:
+    """More prompts than the GPU holds, in turn: after the first round all come from the host."""
+    for turn in range(4):
+        for i in range(0, 6, 2):
+            server.serve({f"{turn}.{j}": prompt(f"round{j}", 200) for j in (i, i + 1)})
+
+
+def sixteen(server: Server) -> None:
+    """Sixteen requests at once that share prefixes, twice."""
+    for turn in range(2):
+        server.serve(
+            {
+                f"{turn}.{i}": prompt(f"system{i % 3}", 96) + prompt(f"user{i}", 20 + 5 * i)
+                for i in range(16)
+            },
+            tokens=12,
+        )
+        server.flood(str(turn))
+
+
+def aborted(server: Server) -> None:
+    """Requests of which some are aborted at random moments, while the others go on."""
+    rng = random.Random("aborts")
+    texts = {str(i): prompt(f"system{i % 3}", 96) + prompt(f"user{i}", 90) for i in range(9)}
+    for turn in range(5):
+        requests = {f"{turn}.{name}": text for name, text in texts.items()}
+        doomed = rng.sample(sorted(requests), 4)
+        server.serve_stepwise(requests, aborts={name: rng.randrange(1, 30) for name in doomed})
+        server.flood(str(turn), 2)
+
+
+def emptied(server: Server) -> None:
+    """The model changes, and the caches are emptied; then while a prompt is loaded, and while two
+    are computed, which start again."""
+    first = prompt("a", 200)
+    server.serve({"first": first})
+    server.flood("a")
+    server.serve({"again": first})
+    server.change_weights()
+    assert server.empty()
+    server.serve({"changed": first})
+    server.flood("b")
+    server.serve({"changed again": first})
+    server.flood("c")
+    server.serve_stepwise(
+        {"while loading": first}, between=lambda step: step == 1 and server.empty()
+    )
+    server.flood("d")
+    server.serve({"after": first})
+    server.serve_stepwise(
+        {"running": first, "running too": prompt("b", 150)},
+        between=lambda step: step == 8 and server.restart(),
+    )
+    server.flood("e")
+    server.serve({"in the end": first})
+
+
+def not_emptied(server: Server) -> None:
+    """The control of ``emptied``: the model changes, and only the GPU's cache is emptied."""
+    first = prompt("a", 200)
+    server.serve({"first": first})
+    server.flood("a")
+    server.change_weights()
+    assert server.llm.reset_prefix_cache()
+    server.serve({"changed": first})
+
+
 WORKLOADS: dict[str, Callable[[Server], None]] = {
-    workload.__name__: workload for workload in (comes_back, crowd, preempted)
+    workload.__name__: workload
+    for workload in (
+        comes_back,
+        crowd,
+        preempted,
+        rounds,
+        sixteen,
+        aborted,
+        emptied,
+        not_emptied,
+    )
 }
+
+
+@contextmanager
+def report_twice() -> Iterator[None]:
+    """Hook: each worker reports every job twice."""
+    from kvoffload_rs.vllm.connector.worker import WorkerSide
+
+    take = WorkerSide.take_reports
+
+    def twice(side: WorkerSide) -> Any:
+        reports = take(side)
+        if reports is not None:
+            reports.ends *= 2
+        return reports
+
+    WorkerSide.take_reports = twice  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WorkerSide.take_reports = take  # type: ignore[method-assign]
+
+
+@contextmanager
+def async_scheduling() -> Iterator[None]:
+    """Hook: schedules a step while the one before it runs, which vLLM turns off on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    kept, check = vars(CpuPlatform)["check_and_update_config"], CpuPlatform.check_and_update_config
+
+    def keep_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(keep_on)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = kept
+
+
+HOOKS: dict[str | None, Callable[[], AbstractContextManager[None]]] = {
+    None: nullcontext,
+    "async_scheduling": async_scheduling,
+    "report_twice": report_twice,
+}
+
+
+class Log(logging.Handler):
+    """Keeps vLLM's warnings of this process, which are those of the engine if it is here."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.lines.append(record.getMessage())
 
 
 def start_engine(case: Case) -> Any:
@@ -105,9 +306,7 @@ def start_engine(case: Case) -> Any:
     transfer = None
     if case.extra is not None:
         transfer = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config=case.extra,
+            kv_role="kv_both", kv_connector_extra_config=case.extra, **case.transfer
         )
     settings: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -138,33 +337,113 @@ def metrics_of(llm: Any) -> dict[str, float]:
     return figures
 
 
-def pool_of(llm: Any) -> dict[str, int] | None:
-    """The manager's own counters, if the scheduler lives in this process."""
+def connector_of(llm: Any) -> Any:
+    """The scheduler's connector, if the scheduler lives in this process."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    connector = getattr(getattr(core, "scheduler", None), "connector", None)
-    manager = connector.connector_scheduler.manager if connector is not None else None
-    return None if manager is None else manager.stats()
+    return getattr(getattr(core, "scheduler", None), "connector", None)
+
+
+def requests_that_load(llm: Any) -> set[str]:
+    """The requests that KvOffloadConnector is loading, if the engine lives in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if connector_of(llm) is None:
+        return set()
+    loads = get_kv_transfer_group().worker_side._loads.values()
+    # vLLM makes a request's name its own with a suffix.
+    return {order.request.rpartition("-")[0] for _, order in loads}
+
+
+def settle(llm: Any) -> None:
+    """Step until the engine has nothing more to do, which requests do not wait for."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        time.sleep(0.5)  # it does so itself, and counts are a quarter of a second old at most
+        Server(llm).serve({"settle": prompt("settle", 5)}, tokens=2)
+        return
+    give_up = time.monotonic() + 30
+    while core.scheduler.has_requests():
+        assert time.monotonic() < give_up, "the engine is not done"
+        llm.llm_engine.step()
+        time.sleep(0.001)
+
+
+def state_of(llm: Any) -> dict[str, Any]:
+    """The offloading connector's counters, and what is left in it."""
+    connector = connector_of(llm)
+    if connector is None:
+        return {"pool": None, "connector": None, "left_over": None}
+    if hasattr(connector, "connector_scheduler"):  # vLLM's connector with our spec
+        pool = connector.connector_scheduler.manager.stats()
+        return {"pool": pool, "connector": None, "left_over": None}
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side, worker = connector.scheduler_side, get_kv_transfer_group().worker_side
+    side.core.validate()
+    pool = side.core.pool_stats()
+    left_over = {
+        "jobs": side.core.num_jobs,
+        "requests": side.core.num_requests,
+        "requests in Python": len(side._requests),
+        "pinned": pool["pinned"],
+        "writing": pool["writing"],
+        "waiting stores": len(worker._waiting),
+        "loads": len(worker._loads),
+        "late loads": len(worker._late),
+        "failed jobs": len(worker._failed),
+        "unreported": len(worker._reports.ends) + len(worker._done) + len(worker._bad_blocks),
+    }
+    return {"pool": pool, "connector": side.core.stats(), "left_over": left_over}
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Start an engine, serve the case's workload and say what came of it."""
+    os.environ.update(case.environment)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case.own_process))
+    start = time.monotonic()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import configure_logging_if_needed
+
+    # The first engine would do so, and drop other handlers.
+    configure_logging_if_needed(EngineArgs(model=case.models).create_logging_config())
+    log = Log()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(log)
+    try:
+        with HOOKS[case.hook]():
+            llm = start_engine(case)
+            started = time.monotonic()
+            server = Server(llm)
+            WORKLOADS[case.workload](server)
+            settle(llm)
+            result = {
+                "outputs": server.outputs,
+                "cached": server.cached,
+                "aborted_loads": server.aborted_loads,
+                "metrics": metrics_of(llm),
+                **state_of(llm),
+                "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+                "log": log.lines,
+                "start_seconds": round(started - start, 2),
+                "serve_seconds": round(time.monotonic() - started, 2),
+            }
+    finally:
+        logger.removeHandler(log)
+    return result | {"llm": llm}
 
 
 def main() -> None:
-    """Run the case that the command line describes."""
-    case = Case(**json.loads(sys.argv[1]))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case.own_process))
-    start = time.monotonic()
-    llm = start_engine(case)
-    started = time.monotonic()
-    server = Server(llm)
-    WORKLOADS[case.workload](server)
-    result = {
-        "outputs": server.outputs,
-        "cached": server.cached,
-        "metrics": metrics_of(llm),
-        "pool": pool_of(llm),
-        "start_seconds": round(started - start, 2),
-        "serve_seconds": round(time.monotonic() - started, 2),
-    }
-    print("RESULT " + json.dumps(result), flush=True)
-    llm.llm_engine.engine_core.shutdown()
+    """Run the case of the command line, or those of standard input."""
+    # vLLM prints, too: all but results goes to standard error.
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.argv[1:] or sys.stdin:
+        result = run(Case(**json.loads(line)))
+        llm = result.pop("llm")
+        print("RESULT " + json.dumps(result), file=results, flush=True)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
 
 
 if __name__ == "__main__":  # the engine's own process imports this module again

@@ -202,7 +202,11 @@ class RankTransfers:
         On a GPU they are over for what is put on the current stream afterwards.
         """
         with _Loud("wait", None):
-            self._core.wait(job_ids)
+            self.await_ends(job_ids)
+
+    def await_ends(self, job_ids: Iterable[int]) -> None:
+        """As `wait`, for a caller that deals with errors."""
+        self._core.wait(job_ids)
 
     def drain(self) -> None:
         """Waits until no copy is under way. Raises at the deadline."""

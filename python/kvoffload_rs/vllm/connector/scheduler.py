@@ -204,9 +204,9 @@ class SchedulerSide:
 
     def take_stats(self) -> KvOffloadStats | None:
         """What happened since the start; None shortly after the last call, because vLLM asks in
-        every step."""
+        every step. The last step before a pause is told: what it shows stays for as long."""
         now = time.monotonic()
-        if now < self._next_stats:
+        if now < self._next_stats and (self._requests or self.has_work()):
             return None
         self._next_stats = now + _STATS_EVERY
         moved, self._moved = self._moved, Reports()

@@ -126,7 +126,7 @@ class WorkerSide:
         orders.stores = [order for order in orders.stores if order.job not in wanted]
         self._fail(orders.spoiled, _SPOILED)
         try:
-            self._transfers.wait(wanted)
+            self._transfers.await_ends(wanted)
         except KvOffloadError as error:
             # The step cannot wait for ever. What is read from now on is not what was to be stored.
             self._fail(wanted, _LATE)
