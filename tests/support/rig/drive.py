@@ -27,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from support.rig import versions  # first: it makes old releases importable
-    from support.rig.scenarios import SCENARIOS, Settings, Skipped
+    from support.rig.scenarios import OURS, SCENARIOS, Settings, Skipped
 
     settings = Settings(
         arguments.blocks_per_chunk,
@@ -35,11 +35,12 @@ def main() -> None:
         arguments.spec_module,
         arguments.connector,
     )
+    known = SCENARIOS | OURS if settings.ours else SCENARIOS
     results: dict[str, object] = {}
-    for name in arguments.scenarios or SCENARIOS:
+    for name in arguments.scenarios or known:
         start = time.monotonic()
         try:
-            results[name] = {"figures": SCENARIOS[name](settings)}
+            results[name] = {"figures": known[name](settings)}
         except Skipped as reason:
             results[name] = {"skipped": str(reason)}
         except Exception:

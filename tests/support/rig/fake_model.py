@@ -23,10 +23,22 @@ class WrongBytes(AssertionError):
 
 @dataclass
 class Group:
-    """One KV cache group: its layer names and, for a sliding one, its window in tokens."""
+    """One KV cache group: its layer names, and what of a prefix it attends to.
+
+    ``window``: the last so many tokens. ``local``: those since the last multiple of it. Otherwise
+    all. ``block_size``: tokens of its blocks, if they are not the engine's.
+    """
 
     layers: list[str]
     window: int | None = None
+    local: int | None = None
+    block_size: int | None = None
+
+    def first_read(self, position: int) -> int:
+        """The first token that the one at ``position`` attends to."""
+        if self.window is not None:
+            return max(0, position + 1 - self.window)
+        return 0 if self.local is None else position - position % self.local
 
 
 @dataclass
@@ -87,16 +99,24 @@ class FakeModel:
             raise AssertionError(f"{request_id}: token {end} computed before it was sampled")
         self._extend(tokens, end)
         for group, group_blocks in zip(self.groups, blocks, strict=True):
-            first = 0 if group.window is None else max(0, computed + 1 - group.window)
+            first = group.first_read(computed)
             self._check(rank, request_id, group, group_blocks, first, computed)
             self._write(rank, request_id, group, group_blocks, computed, end)
+
+    def expected(self, prompt: list[int], length: int) -> list[int]:
+        """The first ``length`` tokens that a request with this prompt has in the end."""
+        tokens = Tokens(list(prompt))
+        while len(tokens.values) < length:
+            self._extend(tokens, len(tokens.values))
+            tokens.values.append(_token(tokens.chain[-1]))
+        return tokens.values[:length]
 
     def sample(self, request_id: str, end: int) -> list[int]:
         """The token after the first ``end``, or nothing if that one is known already."""
         tokens = self.requests[request_id]
         if end < len(tokens.values):
             return []
-        sampled = FIRST_TOKEN + (tokens.chain[end - 1] >> 7) % (LAST_TOKEN - FIRST_TOKEN)
+        sampled = _token(tokens.chain[end - 1])
         tokens.values.append(sampled)
         return [sampled]
 
@@ -117,40 +137,48 @@ class FakeModel:
         mixed ^= mixed >> np.uint64(31)
         return mixed.view(np.int8).reshape(end - first, row_bytes)
 
-    def _rows(self, blocks: list[int], first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(
+        self, group: Group, blocks: list[int], first: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Index of tokens ``first..end`` in a page array seen as (block, token, bytes)."""
         positions = np.arange(first, end)
-        return np.asarray(blocks)[positions // self.block_size], positions % self.block_size
+        size = group.block_size or self.block_size
+        return np.asarray(blocks)[positions // size], positions % size
 
-    def _by_token(self, page: np.ndarray) -> np.ndarray:
-        return page.reshape(page.shape[0], self.block_size, -1)
+    def _by_token(self, group: Group, page: np.ndarray) -> np.ndarray:
+        return page.reshape(page.shape[0], group.block_size or self.block_size, -1)
 
     def _check(
         self, rank: int, request_id: str, group: Group, blocks: list[int], first: int, end: int
     ) -> None:
         if first >= end:
             return
-        tokens, rows = self.requests[request_id], self._rows(blocks, first, end)
+        tokens, rows = self.requests[request_id], self._rows(group, blocks, first, end)
         for layer, page in zip(group.layers, self.pages[rank], strict=True):
-            view = self._by_token(page)
+            view = self._by_token(group, page)
             expected = self._pattern(tokens, first, end, rank, layer, view.shape[2])
             wrong = np.flatnonzero((view[rows] != expected).any(axis=1))
             self.rows_checked += end - first
             if wrong.size:
                 at = first + int(wrong[0])
+                size = group.block_size or self.block_size
                 raise WrongBytes(
                     f"{request_id}: {wrong.size} of {end - first} tokens read wrong bytes, the "
                     f"first at token {at} (layer {layer}, rank {rank}, block "
-                    f"{blocks[at // self.block_size]}, weights {self.weights})"
+                    f"{blocks[at // size]}, weights {self.weights})"
                 )
 
     def _write(
         self, rank: int, request_id: str, group: Group, blocks: list[int], first: int, end: int
     ) -> None:
-        tokens, rows = self.requests[request_id], self._rows(blocks, first, end)
+        tokens, rows = self.requests[request_id], self._rows(group, blocks, first, end)
         for layer, page in zip(group.layers, self.pages[rank], strict=True):
-            view = self._by_token(page)
+            view = self._by_token(group, page)
             view[rows] = self._pattern(tokens, first, end, rank, layer, view.shape[2])
+
+
+def _token(state: int) -> int:
+    return FIRST_TOKEN + (state >> 7) % (LAST_TOKEN - FIRST_TOKEN)
 
 
 def hash_of(text: str) -> int:

@@ -30,6 +30,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from . import versions
 from .fake_model import FakeModel, Group
+from .watch import Watch
 
 _ENGINE_IDS = itertools.count()
 
@@ -61,7 +62,10 @@ class OurPool:
 
 
 class Rig:
-    """One engine. ``extra`` is what the user would put into ``kv_connector_extra_config``."""
+    """One engine. ``extra`` is what the user would put into ``kv_connector_extra_config``.
+
+    ``rank_faults`` are faults of single ranks instead of those in ``extra``.
+    """
 
     def __init__(
         self,
@@ -76,9 +80,13 @@ class Rig:
         ranks: int = 1,
         async_scheduling: bool = False,
         connector: str = "OffloadingConnector",
+        rank_faults: dict[int, dict[str, Any]] | None = None,
     ) -> None:
         self.ours = connector == versions.OUR_CONNECTOR
+        self.watch = Watch(ranks) if self.ours else None
+        self.repeat_reports = False
         self.groups = groups or [Group(["full.0", "full.1"])]
+        self._sizes = [group.block_size or block_size for group in self.groups]
         self.totals = Totals()
         self.finished: dict[str, list[int]] = {}
         self._async = async_scheduling
@@ -89,7 +97,7 @@ class Rig:
         engine_id = f"rig-{next(_ENGINE_IDS)}"
         configs = [
             versions.make_vllm_config(
-                dict(extra),
+                extra | _faults_of(rank_faults, rank),
                 block_size=block_size,
                 num_blocks=num_blocks,
                 max_num_seqs=max_num_seqs,
@@ -102,6 +110,7 @@ class Rig:
             )
             for rank in [0, *range(ranks)]
         ]
+        self._prompts: dict[str, list[int]] = {}
         self._scheduler_config, self._rank_configs = configs[0], configs[1:]
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, configs[0])
         self.scheduler = (AsyncScheduler if async_scheduling else Scheduler)(
@@ -114,6 +123,8 @@ class Rig:
         )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block, sha256)
+        if self.watch is not None:
+            self._watch_resets()
         self.workers: list[Any] = []
         pages = []
         for config in self._rank_configs:
@@ -131,6 +142,18 @@ class Rig:
         self.model = FakeModel(self.groups, block_size, pages)
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], ranks)
 
+    def _watch_resets(self) -> None:
+        side, watch = self.scheduler.connector.scheduler_side, self.watch
+        reset = side.reset
+
+        def watched() -> bool:
+            assert watch is not None
+            counts = side.core.stats()
+            watch.reset(counts["loads_begun"] + counts["stores_begun"])
+            return bool(reset())
+
+        side.reset = watched
+
     # --- requests -----------------------------------------------------------------------------
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 3) -> None:
@@ -145,6 +168,7 @@ class Rig:
             block_hasher=self._hasher,
         )
         self.model.add(request_id, prompt)
+        self._prompts[request_id] = list(prompt)
         self.scheduler.add_request(request)
 
     def run(self, request_id: str, prompt: list[int], max_tokens: int = 3) -> list[int]:
@@ -158,6 +182,12 @@ class Rig:
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def stop(self, request_id: str) -> None:
+        """End a request because of what it said, as the front end does."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
 
     def forget_gpu(self) -> None:
         """Lose the device's copy of everything (the engine must be idle)."""
@@ -176,6 +206,8 @@ class Rig:
             request_id: self.scheduler.kv_cache_manager.get_block_ids(request_id)
             for request_id in scheduled.num_scheduled_tokens
         }
+        if self.watch is not None:
+            self.watch.step(scheduled, blocks, self._sizes)
         wire = pickle.dumps(scheduled)
         outputs: list[ModelRunnerOutput] = []
         sampled: list[list[int]] = []
@@ -203,7 +235,9 @@ class Rig:
                     pooler_output=[],
                     kv_connector_output=kv,
                 )
-            outputs.append(pickle.loads(pickle.dumps(output)))
+            output = pickle.loads(pickle.dumps(output))
+            self._look_at_reports(output)
+            outputs.append(output)
         combined = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         self._pending.append((scheduled, combined))
         if not self._async or len(self._pending) > 1:
@@ -211,6 +245,17 @@ class Rig:
         if not scheduled.total_num_scheduled_tokens:
             self.totals.waiting_steps += 1
             time.sleep(0.0005)  # nothing to compute: copies are on their way
+
+    def _look_at_reports(self, output: ModelRunnerOutput) -> None:
+        """Every job once from every rank; a second time if a worker is told to repeat itself."""
+        if self.watch is None or output.kv_connector_output is None:
+            return
+        reports = output.kv_connector_output.kv_connector_worker_meta
+        if reports is None:
+            return
+        self.watch.reported(reports.ends)
+        if self.repeat_reports:
+            reports.ends += list(reports.ends)
 
     def _forward(self, rank: int, scheduled: Any, blocks: dict[str, Any]) -> dict[str, int]:
         """Compute on one rank; the position that each request has reached."""
@@ -232,7 +277,10 @@ class Rig:
         self.scheduler.update_from_output(scheduled, output)
         for request_id, request in live.items():
             if request.is_finished() and request_id not in self.finished:
-                self.finished[request_id] = list(request.all_token_ids)
+                tokens = self.finished[request_id] = list(request.all_token_ids)
+                if not self.model.weights:
+                    expected = self.model.expected(self._prompts[request_id], len(tokens))
+                    assert tokens == expected, f"{request_id} has other tokens than it should"
                 self.totals.preemptions += request.num_preemptions
 
     def _count(self, metadata: Any) -> None:
@@ -279,7 +327,7 @@ class Rig:
     def tracked(self) -> list[str]:
         """The requests that the connector has not forgotten yet."""
         if self.ours:
-            core = self.scheduler.connector.scheduler_side.core
+            core = self.core
             core.validate()
             return [f"{core.num_requests} requests"] if core.num_requests else []
         return list(self.scheduler.connector.connector_scheduler._req_status)
@@ -303,8 +351,18 @@ class Rig:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     @property
+    def core(self) -> Any:
+        """The Rust state of our connector's scheduler side."""
+        return self.scheduler.connector.scheduler_side.core
+
+    @property
     def manager(self) -> Any:
         """The spec's manager, as the scheduler's connector holds it; our connector's pool."""
         if self.ours:
-            return OurPool(self.scheduler.connector.scheduler_side.core)
+            return OurPool(self.core)
         return self.scheduler.connector.connector_scheduler.manager
+
+
+def _faults_of(rank_faults: dict[int, dict[str, Any]] | None, rank: int) -> dict[str, Any]:
+    faults = (rank_faults or {}).get(rank)
+    return {} if faults is None else {"fault_injection": faults}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from vllm.config import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -43,6 +45,8 @@ CAN_ABORT = not (0, 25) <= VERSION < (0, 28)
 KEEPS_STEPPING = VERSION >= (0, 24)  # the connector can ask for steps while copies are on their way
 # 0.21 asserts that what a sliding window has freed is still counted as computed.
 CAN_CHURN_HYBRID = VERSION >= (0, 24)
+CAN_RECOMPUTE_HYBRID = VERSION >= (0, 30)  # workers name the requests whose loads failed
+VERSION_TEXT = vllm.__version__
 MAX_MODEL_LEN = 1024
 OUR_CONNECTOR = "KvOffloadConnector"
 OUR_MODULE = "kvoffload_rs.vllm"
@@ -80,7 +84,10 @@ def make_vllm_config(
     """The engine's configuration as one process (the scheduler's, or rank ``rank``'s) sees it."""
     model_dir = Path(tempfile.gettempdir()) / "kvoffload-rig-model"
     model_dir.mkdir(exist_ok=True)
-    (model_dir / "config.json").write_text(json.dumps(_MODEL))
+    # Several processes may do this at once.
+    written = model_dir / f"config-{os.getpid()}.json"
+    written.write_text(json.dumps(_MODEL))
+    written.replace(model_dir / "config.json")
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
     if hasattr(cache, "kv_cache_layout"):
         cache.kv_cache_layout = "LBHNC"
@@ -125,13 +132,23 @@ def make_kv_cache_config(
     groups: list[Group], *, block_size: int, num_blocks: int, head_size: int
 ) -> KVCacheConfig:
     """KV cache groups that overlay each other: layer i of every group lives in the same memory."""
-    common = dict(block_size=block_size, num_kv_heads=2, head_size=head_size, dtype=torch.float16)
-    specs = [
-        FullAttentionSpec(**common)
-        if group.window is None
-        else SlidingWindowSpec(**common, sliding_window=group.window)
-        for group in groups
-    ]
+
+    def spec_of(group: Group) -> Any:
+        size = group.block_size or block_size
+        # Blocks of all groups have as many bytes: where they hold more tokens, heads are smaller.
+        common = dict(
+            block_size=size,
+            num_kv_heads=2,
+            head_size=head_size * block_size // size,
+            dtype=torch.float16,
+        )
+        if group.window is not None:
+            return SlidingWindowSpec(**common, sliding_window=group.window)
+        if group.local is not None:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.local)
+        return FullAttentionSpec(**common)
+
+    specs = [spec_of(group) for group in groups]
     page = specs[0].page_size_bytes
     depth = len(groups[0].layers)
     if _STRIDED_TENSORS:
@@ -170,7 +187,7 @@ def make_device_memory(
     else:  # one allocation per layer
         storages = [torch.zeros(num_blocks, page, dtype=torch.int8) for _ in range(depth)]
     layers = {
-        layer: storage.view(torch.float16).view(num_blocks, 2, block_size, -1)
+        layer: storage.view(torch.float16).view(num_blocks, 2, group.block_size or block_size, -1)
         for group in groups
         for layer, storage in zip(group.layers, storages, strict=True)
     }
