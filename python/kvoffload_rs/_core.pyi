@@ -309,9 +309,9 @@ class Requests:
 
         Returns:
             (loads, stores, jobs that must have read their blocks before this step writes them,
-            those of them that must fail all the same, loads that must fail). A job is (number, request,
-            blocks as native int32, blocks per group, position of each group's first block, slots as
-            native int32); no slots: it must fail.
+            those of them that must fail all the same, loads that must fail). A job is (number,
+            request, blocks as native int32, blocks per group, position of each group's first
+            block, slots as native int32); no slots: it must fail.
         """
 
     def finish(self, name: str, hashes: list[bytes], computed: int) -> None:
