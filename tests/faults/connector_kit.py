@@ -16,8 +16,6 @@ from kvoffload_rs.vllm.connector.worker import WorkerSide
 
 BLOCK = 16
 FULL = (0, BLOCK, "full", 0, False)
-#: Blocks that the engine clears or copies before a step, where the core is told of them.
-_NOTHING_WRITTEN = [[], []] if "written" in (_core.Requests.step.__text_signature__ or "") else []
 
 Ids = Sequence[int] | Sequence[Sequence[int]]
 
@@ -108,7 +106,8 @@ class Connector:
             [done for _, done, _ in more.values()],
             set(resumed),
             set(preempted) or None,
-            *_NOTHING_WRITTEN,
+            [],
+            [],
             {name: count for name, (_, _, count) in {**new, **more}.items()},
             self.requests,
         )

@@ -500,7 +500,7 @@ def ranks_out_of_step(settings: Settings) -> dict[str, Any]:
             rig.drain()
             rig.forget_gpu()
     rig.drain()
-    assert rig.totals.loads > 2, rig.totals
+    assert rig.totals.loads > 0, rig.totals
     check_it_still_works(rig)
     return end(rig)
 
@@ -517,8 +517,8 @@ def reset_during_load_hybrid(settings: Settings) -> dict[str, Any]:
             rig.step()
         under_way = any(not job.store for job in rig.watch.live.values()) if rig.watch else False
         done = rig.scheduler.reset_connector_cache()
-        # Loads that cannot be computed again serve what they promised, and the caller is told.
-        assert done == (CAN_RECOMPUTE_HYBRID or not under_way), (done, under_way)
+        # The caller is told of loads under way, whether they can be computed again or not.
+        assert done == (not under_way), (done, under_way)
         if turn % 2:
             rig.drain()
     rig.drain()
