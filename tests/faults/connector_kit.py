@@ -194,7 +194,7 @@ class Copies:
         """A load begins."""
         self._start("load", job)
 
-    def wait(self, jobs: Iterable[int]) -> None:
+    def await_ends(self, jobs: Iterable[int]) -> None:
         """A wait."""
         self.calls.append(("wait", sorted(jobs)))
         if self.wait_fails is not None:
