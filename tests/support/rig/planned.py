@@ -57,8 +57,8 @@ class PlannedTransfers:
         """As `RankTransfers.start_load`."""
         self._add(job, False, blocks, slots, lambda: self._real.start_load(job, slots, blocks))
 
-    def wait(self, jobs: Collection[int]) -> None:
-        """As `RankTransfers.wait`."""
+    def await_ends(self, jobs: Collection[int]) -> None:
+        """As `RankTransfers.await_ends`."""
         if any(job.number in jobs for job in self._queue) and self._late():
             raise TransferTimeoutError("a planned deadline", job=min(jobs))
         self._run([job for job in self._queue if job.number in jobs])
