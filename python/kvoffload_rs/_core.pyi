@@ -349,6 +349,9 @@ class Requests:
     def stats(self) -> dict[str, int]:
         """Counts of lookups, deferrals, reasons and jobs since the start."""
 
+    def metrics(self) -> dict[str, int]:
+        """What is published: `stats`, and some of `pool_stats` as `pool_*`."""
+
     def pool_stats(self) -> dict[str, int]:
         """Sizes and counts of the pool, as `Manager.stats`."""
 

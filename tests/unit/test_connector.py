@@ -291,8 +291,8 @@ def test_events() -> None:
 def test_statistics() -> None:
     core = table()
     moved = Reports([], Moved(1, 2_000_000_000, 0.5))
-    first = KvOffloadStats.since(core.stats(), core.pool_stats(), moved)
-    second = first.aggregate(KvOffloadStats.since(core.stats(), core.pool_stats(), moved))
+    first = KvOffloadStats.since(core.metrics(), moved)
+    second = first.aggregate(KvOffloadStats.since(core.metrics(), moved))
     assert second.data["moved_store_bytes"] == 4_000_000_000
     assert second.data["pool_slots"] == 8
     assert second.reduce()["store GB/s"] == 4.0
@@ -314,6 +314,20 @@ def scheduler_side(stages: int) -> Any:
 
 def rank(number: int, slots: int, chunk: int = 1) -> RankFacts:
     return RankFacts(number, slots, slot_bytes=64, chunk_shape=(64,), blocks_per_chunk=chunk)
+
+
+def test_the_names_of_all_counters() -> None:
+    core = table()
+    metrics = core.metrics()
+    assert {name for name in metrics if not name.startswith("pool_")} == set(core.stats())
+    pool = core.pool_stats()
+    for name, value in metrics.items():
+        if name.startswith("pool_"):
+            assert pool[name.removeprefix("pool_")] == value
+    core.add("a", 16)
+    core.lookup("a", hashes(1, 1), 0, 17)
+    core.step([("a", ([1, 2],), 0)], [], [], [], set(), None, [], [], {"a": 17}, {})
+    assert core.stats()["miss_never_stored"] == 1
 
 
 def test_ranks_that_disagree_are_found_at_start() -> None:

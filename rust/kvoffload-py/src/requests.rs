@@ -38,6 +38,31 @@ type Orders<'py> = (
 /// (job, whether it is a store, request, chunks, (rank, reason) of failures, void)
 type Ended = (u64, bool, Option<String>, usize, Vec<(u32, String)>, bool);
 
+const LOAD_NAMES: [&str; 5] = [
+    "loads_begun",
+    "loads_done",
+    "loads_failed",
+    "loads_voided",
+    "loads_chunks",
+];
+const STORE_NAMES: [&str; 5] = [
+    "stores_begun",
+    "stores_done",
+    "stores_failed",
+    "stores_voided",
+    "stores_chunks",
+];
+/// In the order of [`MissReason::ALL`].
+const MISS_NAMES: [&str; MissReason::ALL.len()] = [
+    "miss_never_stored",
+    "miss_evicted",
+    "miss_refused",
+    "miss_failed",
+    "miss_offered_too_rarely",
+    "miss_too_slow",
+    "miss_policy",
+];
+
 /// What the scheduler knows of its requests, and decides for them.
 #[pyclass(frozen, module = "kvoffload_rs._core")]
 pub(crate) struct Requests {
@@ -449,19 +474,42 @@ impl Requests {
         ] {
             dict.set_item(name, value)?;
         }
-        for (kind, counts) in [("loads", stats.loads), ("stores", stats.stores)] {
-            for (what, value) in [
-                ("begun", counts.begun),
-                ("done", counts.done),
-                ("failed", counts.failed),
-                ("voided", counts.voided),
-                ("chunks", counts.chunks),
-            ] {
-                dict.set_item(format!("{kind}_{what}"), value)?;
+        let names = [LOAD_NAMES, STORE_NAMES];
+        for (names, counts) in names.into_iter().zip([stats.loads, stats.stores]) {
+            let values = [
+                counts.begun,
+                counts.done,
+                counts.failed,
+                counts.voided,
+                counts.chunks,
+            ];
+            for (name, value) in names.into_iter().zip(values) {
+                dict.set_item(name, value)?;
             }
         }
-        for (reason, value) in MissReason::ALL.into_iter().zip(stats.miss_reasons) {
-            dict.set_item(format!("miss_{}", reason.name()), value)?;
+        for (name, value) in MISS_NAMES.into_iter().zip(stats.miss_reasons) {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// What is published: `stats`, and of the pool what concerns operators, named `pool_*`.
+    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let pool = self.core.lock().manager().stats();
+        let dict = self.stats(py)?;
+        for (name, value) in [
+            ("pool_slots", pool.slots),
+            ("pool_free", pool.free),
+            ("pool_ready", pool.ready),
+            ("pool_writing", pool.writing),
+            ("pool_pinned", pool.pinned),
+            ("pool_stored", pool.stored),
+            ("pool_evicted", pool.evicted),
+            ("pool_store_failures", pool.store_failures),
+            ("pool_discarded", pool.discarded),
+            ("pool_overdue", pool.overdue),
+        ] {
+            dict.set_item(name, value)?;
         }
         Ok(dict)
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ _GAUGES = {
     "writing": "Chunks being stored.",
     "pinned": "Chunks being loaded.",
 }
-_POOL_COUNTERS = ("stored", "evicted", "store_failures", "discarded", "overdue")
 
 
 @dataclass
@@ -31,18 +29,13 @@ class KvOffloadStats(KVConnectorStats):
     data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def since(
-        cls, requests: Mapping[str, int], pool: Mapping[str, int], moved: Reports
-    ) -> KvOffloadStats:
+    def since(cls, data: dict[str, Any], moved: Reports) -> KvOffloadStats:
         """The state of all counters.
 
         Args:
-            requests: of `_core.Requests.stats`.
-            pool: of `_core.Requests.pool_stats`.
+            data: of `_core.Requests.metrics`; it is kept and added to.
             moved: copies since the last call; these are differences.
         """
-        data: dict[str, Any] = dict(requests)
-        data.update({f"pool_{name}": pool[name] for name in (*_GAUGES, *_POOL_COUNTERS)})
         for name, copies in (("store", moved.stored), ("load", moved.loaded)):
             data[f"moved_{name}_bytes"] = copies.bytes
             data[f"moved_{name}_seconds"] = copies.seconds

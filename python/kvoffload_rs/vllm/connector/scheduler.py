@@ -210,7 +210,7 @@ class SchedulerSide:
             return None
         self._next_stats = now + _STATS_EVERY
         moved, self._moved = self._moved, Reports()
-        return KvOffloadStats.since(self.core.stats(), self.core.pool_stats(), moved)
+        return KvOffloadStats.since(self.core.metrics(), moved)
 
     def _ensure_known(self, request: Any) -> None:
         if request.request_id not in self._requests:
