@@ -1,7 +1,7 @@
 """The real scheduler of each supported vLLM release, without a GPU.
 
 It drives our spec through vLLM's connector, and our connector. One process per release, connector
-and chunk size runs every scenario of ``support/rig/scenarios.py``; each scenario is a test here.
+and chunk size runs every scenario of ``support/rig/*scenarios.py``; each scenario is a test here.
 Every step checks every byte that attention would have read.
 """
 

@@ -27,7 +27,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from support.rig import versions  # first: it makes old releases importable
-    from support.rig.scenarios import OURS, SCENARIOS, Settings, Skipped
+    from support.rig.connector_scenarios import OURS
+    from support.rig.kit import Settings, Skipped
+    from support.rig.scenarios import SCENARIOS
 
     settings = Settings(
         arguments.blocks_per_chunk,

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from . import versions
+from .kit import BLOCK, FULL, HYBRID, LOCAL, UNEVEN, Settings, end, make_rig, prompt
 from .planned import Fate, PlannedTransfers
 from .rig import Rig
-from .scenarios import BLOCK, FULL, HYBRID, LOCAL, UNEVEN, Settings, end, make_rig, prompt
 
 GROUPS = {"full": [FULL], "hybrid": HYBRID, "local": LOCAL, "uneven": UNEVEN}
 #: Of one random engine.
