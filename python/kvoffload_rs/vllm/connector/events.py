@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -16,9 +15,9 @@ _GROUP_BYTES = 4
 
 
 def _fields(kind: Any) -> set[str]:
-    if dataclasses.is_dataclass(kind):
-        return {one.name for one in dataclasses.fields(kind)}
-    return {one.name for one in msgspec.structs.fields(kind)}
+    # msgspec structs say so; other releases might have dataclasses.
+    names = getattr(kind, "__struct_fields__", None)
+    return set(names if names is not None else (one.name for one in dataclasses.fields(kind)))
 
 
 _STORED_FIELDS = _fields(BlockStored)
