@@ -1,6 +1,7 @@
 //! Rust errors as the classes of `kvoffload_rs.errors`.
 
 use kvoffload_core::manager::ManagerError;
+use kvoffload_core::requests::RequestError;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -66,6 +67,27 @@ pub(crate) fn manager_error(py: Python<'_>, error: &ManagerError) -> PyErr {
         }
         ManagerError::ForeignRequest => ("StaleHandleError", field("request", None)),
         _ => ("KvOffloadError", About::default()),
+    };
+    raise(py, class, error.to_string(), about)
+}
+
+pub(crate) fn request_error(py: Python<'_>, error: &RequestError) -> PyErr {
+    let (class, field) = match error {
+        RequestError::Manager(error) => return manager_error(py, error),
+        RequestError::Zero { field } => ("ConfigError", Some(*field)),
+        RequestError::Hashes { .. } | RequestError::StateChunks { .. } => {
+            ("ConfigError", Some("blocks_per_chunk"))
+        }
+        RequestError::Duplicate { .. } | RequestError::Unknown { .. } => {
+            ("RequestError", Some("request"))
+        }
+        RequestError::HashLength { .. } => ("RequestError", Some("block_hashes")),
+        RequestError::Groups { .. } => ("RequestError", Some("blocks")),
+        _ => ("KvOffloadError", None),
+    };
+    let about = About {
+        field,
+        ..About::default()
     };
     raise(py, class, error.to_string(), about)
 }

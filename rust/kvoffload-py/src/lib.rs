@@ -11,6 +11,7 @@ mod errors;
 mod fast;
 mod keylist;
 mod manager;
+mod orders;
 mod requests;
 mod worker;
 

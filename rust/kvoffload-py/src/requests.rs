@@ -3,7 +3,7 @@
 use kvoffload_core::jobs::{JobId, JobKind};
 use kvoffload_core::manager::{self, PolicyKind};
 use kvoffload_core::requests::{
-    self as core, GivenBlocks, GroupConfig, JobOrder, Lookup, MissReason, NewRequest, RequestError,
+    self as core, GivenBlocks, GroupConfig, Lookup, MissReason, NewRequest, RequestError,
     RequestId, RequestsConfig, Span,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -11,29 +11,11 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PySet, PyString, PyTuple};
 
-use crate::convert::{keys_to_list, slots_to_bytes};
-use crate::errors::{About, manager_error, raise};
+use crate::convert::keys_to_list;
+use crate::errors::{About, manager_error, raise, request_error};
 use crate::manager::{debug_state, stats_dict};
+use crate::orders::{self, Lists, Orders};
 use crate::worker::{config_error, timeout};
-
-/// (job, request, blocks, blocks per group, first block per group, slots)
-type Order<'py> = (
-    u64,
-    Bound<'py, PyString>,
-    Bound<'py, PyBytes>,
-    Vec<u32>,
-    Vec<u64>,
-    Bound<'py, PyBytes>,
-);
-
-/// (loads, stores, jobs to flush, those of them that are spoiled, loads that are void)
-type Orders<'py> = (
-    Vec<Order<'py>>,
-    Vec<Order<'py>>,
-    Vec<u64>,
-    Vec<u64>,
-    Vec<u64>,
-);
 
 /// (job, whether it is a store, request, chunks, (rank, reason) of failures, void)
 type Ended = (u64, bool, Option<String>, usize, Vec<(u32, String)>, bool);
@@ -67,33 +49,6 @@ const MISS_NAMES: [&str; MissReason::ALL.len()] = [
 #[pyclass(frozen, module = "kvoffload_rs._core")]
 pub(crate) struct Requests {
     core: Mutex<core::Requests>,
-}
-
-/// Numbers read from Python lists, group after group.
-#[derive(Default)]
-struct Lists {
-    ids: Vec<u32>,
-    ends: Vec<usize>,
-}
-
-impl Lists {
-    fn clear(&mut self) {
-        self.ids.clear();
-        self.ends.clear();
-    }
-
-    fn end_group(&mut self) {
-        self.ends.push(self.ids.len());
-    }
-
-    fn groups(&self) -> impl Iterator<Item = &[u32]> {
-        let mut start = 0;
-        self.ends.iter().map(move |&end| {
-            let group = &self.ids[start..end];
-            start = end;
-            group
-        })
-    }
 }
 
 #[pymethods]
@@ -369,13 +324,7 @@ impl Requests {
             core.step(total);
             core.take_orders()
         };
-        Ok((
-            orders_to_python(py, &orders.loads)?,
-            orders_to_python(py, &orders.stores)?,
-            job_numbers(&orders.flush),
-            job_numbers(&orders.spoiled),
-            job_numbers(&orders.void),
-        ))
+        orders::to_python(py, &orders)
     }
 
     /// A request has ended with so many tokens computed.
@@ -615,51 +564,4 @@ fn tokens_of(scheduled: &Bound<'_, PyDict>, name: &Bound<'_, PyString>) -> PyRes
     scheduled
         .get_item(name)?
         .map_or(Ok(0), |tokens| tokens.extract())
-}
-
-fn job_numbers(jobs: &[JobId]) -> Vec<u64> {
-    jobs.iter().map(|job| job.0).collect()
-}
-
-fn orders_to_python<'py>(py: Python<'py>, orders: &[JobOrder]) -> PyResult<Vec<Order<'py>>> {
-    orders
-        .iter()
-        .map(|order| {
-            let blocks = PyBytes::new_with(py, order.blocks.len() * 4, |bytes| {
-                for (out, block) in bytes.chunks_exact_mut(4).zip(&order.blocks) {
-                    out.copy_from_slice(&block.to_ne_bytes());
-                }
-                Ok(())
-            })?;
-            Ok((
-                order.id.0,
-                PyString::new(py, &order.request),
-                blocks,
-                order.group_sizes.to_vec(),
-                order.first_blocks.to_vec(),
-                slots_to_bytes(py, &order.slots)?,
-            ))
-        })
-        .collect()
-}
-
-fn request_error(py: Python<'_>, error: &RequestError) -> PyErr {
-    let (class, field) = match error {
-        RequestError::Manager(error) => return manager_error(py, error),
-        RequestError::Zero { field } => ("ConfigError", Some(*field)),
-        RequestError::Hashes { .. } | RequestError::StateChunks { .. } => {
-            ("ConfigError", Some("blocks_per_chunk"))
-        }
-        RequestError::Duplicate { .. } | RequestError::Unknown { .. } => {
-            ("RequestError", Some("request"))
-        }
-        RequestError::HashLength { .. } => ("RequestError", Some("block_hashes")),
-        RequestError::Groups { .. } => ("RequestError", Some("blocks")),
-        _ => ("KvOffloadError", None),
-    };
-    let about = About {
-        field,
-        ..About::default()
-    };
-    raise(py, class, error.to_string(), about)
 }
