@@ -239,9 +239,6 @@ class Requests:
             RequestError: the name is in use.
         """
 
-    def knows(self, name: str) -> bool:
-        """Whether a request of this name lives."""
-
     def lookup(
         self, name: str, hashes: list[bytes], computed: int, total: int
     ) -> tuple[int | None, str | None]:

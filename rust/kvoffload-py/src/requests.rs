@@ -158,11 +158,6 @@ impl Requests {
         added.map(drop).map_err(|error| request_error(py, &error))
     }
 
-    /// Whether a request of this name lives.
-    fn knows(&self, name: &str) -> bool {
-        self.core.lock().find(name).is_ok()
-    }
-
     /// (tokens that can be loaded, why not more); None for tokens: ask again with the next step.
     fn lookup(
         &self,
