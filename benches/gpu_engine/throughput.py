@@ -63,7 +63,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=12, help="pairs, after one to warm up")
     parser.add_argument("--mode", default="engines", choices=("engines", "policy"))
     parser.add_argument("--runner", type=int, default=2, choices=(1, 2))
-    parser.add_argument("--backend", default="kvoffload", choices=("kvoffload", "native"))
+    parser.add_argument(
+        "--backend", default="kvoffload", choices=("kvoffload", "connector", "native")
+    )
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--graphs", default="none", choices=("none", "full", "default"))

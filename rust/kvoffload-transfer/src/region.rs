@@ -19,7 +19,7 @@ use crate::memory::Machine;
 
 /// Bytes a piece should have: large enough that a piece costs nothing, small enough that registering
 /// one with a driver holds the driver's lock only briefly.
-const PIECE_BYTES: u64 = 64 << 20;
+const PIECE_BYTES: u64 = 16 << 20;
 /// A region that is not much smaller starts at a multiple of this: a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
@@ -137,7 +137,7 @@ impl Region {
         self.base.as_ptr().expose_provenance()
     }
 
-    /// Slots per piece for slots of this size: about 64 MiB, and whole pages of memory, because no
+    /// Slots per piece for slots of this size: about 16 MiB, and whole pages of memory, because no
     /// page can be registered with a driver twice.
     #[must_use]
     pub fn slots_per_piece(slot_bytes: u64) -> u32 {
@@ -343,40 +343,40 @@ mod tests {
 
     #[test]
     fn pieces_are_whole_slots_and_cover_everything() {
-        assert_eq!(Region::slots_per_piece(1 << 20), 64);
+        assert_eq!(Region::slots_per_piece(1 << 20), 16);
         assert_eq!(Region::slots_per_piece(1 << 40), 1);
         assert_eq!(Region::slots_per_piece(PIECE_BYTES - 65536), 1);
         // Slots that are no whole pages come in numbers that are.
         assert!(Region::slots_per_piece(64).is_multiple_of(64));
         assert_eq!(Region::slots_per_piece((1 << 20) + 64) % 64, 0);
-        let region = Region::new(5, 40 << 20).unwrap();
+        let region = Region::new(5, 10 << 20).unwrap();
         let pieces: Vec<_> = region.pieces().collect();
         assert_eq!(pieces.len(), 5);
-        let region = Region::new(200, 1 << 20).unwrap();
+        let region = Region::new(50, 1 << 20).unwrap();
         let pieces: Vec<_> = region.pieces().collect();
         assert_eq!(pieces.len(), 4);
-        assert_eq!(pieces[3], 192 << 20..200 << 20);
+        assert_eq!(pieces[3], 48 << 20..50 << 20);
         assert!(pieces.windows(2).all(|pair| pair[0].end == pair[1].start));
     }
 
     #[test]
     fn touching_keeps_bytes_and_a_moved_piece_lies_elsewhere() {
-        let region = Region::new(200, 1 << 20).unwrap();
-        let offset = (64 << 20) + 5;
+        let region = Region::new(50, 1 << 20).unwrap();
+        let offset = (16 << 20) + 5;
         // SAFETY: nobody else knows the region; both offsets are inside.
         unsafe {
             *region.address(offset) = 7;
-            region.touch(60 << 20, 10 << 20).unwrap();
+            region.touch(12 << 20, 10 << 20).unwrap();
             assert_eq!(*region.address(offset), 7);
         }
         region.touch(0, u64::MAX).unwrap();
-        let mut elsewhere = vec![9u8; 64 << 20];
+        let mut elsewhere = vec![9u8; 16 << 20];
         region.move_piece(1, elsewhere.as_mut_ptr());
         // SAFETY: the moved piece is `elsewhere`, which outlives the region's use.
         unsafe {
             assert_eq!(*region.address(offset), 9);
             assert_eq!(*region.address(0), 0);
-            assert_eq!(region.hash(64 << 20..65 << 20), xxh3_64(&[9; 1 << 20]));
+            assert_eq!(region.hash(16 << 20..17 << 20), xxh3_64(&[9; 1 << 20]));
         }
     }
 }

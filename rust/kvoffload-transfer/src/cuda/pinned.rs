@@ -2,7 +2,7 @@
 //!
 //! Touching and registering 40 GiB takes ten seconds, so nobody waits for it: a thread touches one
 //! piece after the other, on the device's NUMA node, and registers it with the driver. A job is held
-//! until the pieces it needs are ready; those are taken first. Pieces are small (about 64 MiB), so
+//! until the pieces it needs are ready; those are taken first. Pieces are small (about 16 MiB), so
 //! that no registration holds the driver's lock for more than some milliseconds, and a copy never
 //! crosses from one into the next, which the driver refuses.
 
