@@ -19,7 +19,7 @@ use crate::region::Region;
 const SOON: Duration = Duration::from_micros(25);
 /// How often it looks for jobs by itself once there have been none for [`QUIET`]: that costs a few per
 /// cent of a core.
-const NOW_AND_THEN: Duration = Duration::from_micros(200);
+const NOW_AND_THEN: Duration = Duration::from_micros(50);
 const QUIET: Duration = Duration::from_millis(1);
 
 /// Everything one thread works with.
