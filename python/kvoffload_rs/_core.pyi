@@ -387,6 +387,8 @@ class HostWorker:
         verify: str = "off",
         verify_sample: int = 16,
         wait_timeout_s: float = 60.0,
+        share_region: bool = False,
+        join_region: int | None = None,
         faults: dict[str, object] | None = None,
     ) -> Self:
         """Makes the region and starts the threads.
@@ -403,6 +405,9 @@ class HostWorker:
             verify: `off`, `sample` or `all`: which loads are checked against the stored bytes.
             verify_sample: with `sample`, one slot of so many is checked.
             wait_timeout_s: how long `wait` waits.
+            share_region: make a region that others can join, with `take_region_fd`.
+            join_region: descriptor of such a region, which is then only read: there are no stores,
+                and nothing is verified.
             faults: faults to inject, for tests.
 
         Raises:
@@ -479,6 +484,9 @@ class HostWorker:
             TransferTimeoutError: some were not over in time.
         """
 
+    def take_region_fd(self) -> int | None:
+        """Descriptor with which other workers join a shared region; once. The caller closes it."""
+
     @property
     def region_address(self) -> int:
         """Address of the region's first byte, for tests and debuggers. Unmapped by `shutdown`."""
@@ -515,6 +523,8 @@ class CudaWorker:
         copy_path: str = "auto",
         staging_bytes: int = ...,
         pinning: str = "register",
+        share_region: bool = False,
+        join_region: int | None = None,
         kernel_blocks: int | None = None,
         faults: dict[str, object] | None = None,
     ) -> Self:
@@ -534,6 +544,9 @@ class CudaWorker:
             copy_path: `direct`, `staged`, or `auto` for the faster one by a measurement at start.
             staging_bytes: device memory of the staged path (64 MiB); 0 for none.
             pinning: `register` the region's pages, have the driver `allocate` them, or `none`.
+            share_region: make a region that others can join, with `take_region_fd`.
+            join_region: descriptor of such a region, which is then only read: there are no stores,
+                and nothing is verified.
             kernel_blocks: the most warps of the staging kernel, for measurements.
             faults: faults to inject, for tests.
 
@@ -618,6 +631,9 @@ class CudaWorker:
         Raises:
             TransferTimeoutError: some were not over in time.
         """
+
+    def take_region_fd(self) -> int | None:
+        """Descriptor with which other workers join a shared region; once. The caller closes it."""
 
     @property
     def region_address(self) -> int:

@@ -73,6 +73,7 @@ OUR_KEYS = frozenset(
         "pinning",
         "secondary_tiers",
         "self_describing_kv_events",
+        "share_replicated_kv",
         "spec_module_path",
         "spec_name",
         "staging_bytes",
@@ -118,6 +119,7 @@ class Settings:
         copy_path: on a GPU, how copies are made: `auto`, `direct` or `staged`.
         staging_bytes: GPU memory that the staged path may use; 0 for none.
         pinning: on a GPU, how host memory is pinned: `register`, `allocate` or `none`.
+        share_replicated_kv: where all ranks hold the same KV (MLA), keep it once for all of them.
         fault_injection: faults for tests, or None.
     """
 
@@ -139,6 +141,7 @@ class Settings:
     copy_path: str = "auto"
     staging_bytes: int = 64 << 20
     pinning: str = "register"
+    share_replicated_kv: bool = True
     fault_injection: Mapping[str, Any] | None = None
 
     @classmethod
@@ -178,7 +181,12 @@ class Settings:
         ):
             if key in given:
                 settings[key] = parse_int(key, given[key], least, most)
-        for key in ("offload_prompt_only", "self_describing_kv_events", "partial_admission"):
+        for key in (
+            "offload_prompt_only",
+            "self_describing_kv_events",
+            "partial_admission",
+            "share_replicated_kv",
+        ):
             if key in given:
                 settings[key] = parse_bool(key, given[key])
         for key in ("wait_timeout_s", "write_deadline_s", "defer_deadline_s", "load_deadline_s"):
@@ -240,18 +248,18 @@ class Capacity:
 
     Attributes:
         num_slots: slots, each of which holds one chunk.
-        slot_bytes: bytes of one slot on one rank.
-        world_size: ranks, each of which has its own region.
+        slot_bytes: bytes of one slot in one region.
+        regions: one for each rank, or one for all of them.
     """
 
     num_slots: int
     slot_bytes: int
-    world_size: int
+    regions: int
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all slots on all ranks."""
-        return self.num_slots * self.slot_bytes * self.world_size
+        """Bytes of all slots in all regions."""
+        return self.num_slots * self.slot_bytes * self.regions
 
 
 def plan_capacity(
@@ -259,7 +267,7 @@ def plan_capacity(
     *,
     bytes_per_block: int,
     blocks_per_chunk: int,
-    world_size: int,
+    regions: int,
     memory: MemoryLimit | None = None,
 ) -> Capacity:
     """Divides the host memory into slots, from figures that all processes of an engine share.
@@ -268,7 +276,7 @@ def plan_capacity(
         cpu_bytes: memory of the whole engine.
         bytes_per_block: KV bytes of one GPU block on one rank, all layers.
         blocks_per_chunk: GPU blocks in one chunk.
-        world_size: ranks.
+        regions: ranks, or 1 if they share one region.
         memory: what the machine has; None skips that check.
 
     Raises:
@@ -284,8 +292,8 @@ def plan_capacity(
     chunk_bytes = bytes_per_block * blocks_per_chunk
     large = chunk_bytes >= _LARGE_SLOT
     slot_bytes = _round_up(chunk_bytes, _PAGE_ALIGNMENT if large else _SLOT_ALIGNMENT)
-    need = slot_bytes * world_size
-    need_text = f"one slot needs {need} bytes ({slot_bytes} on each of {world_size} rank(s))"
+    need = slot_bytes * regions
+    need_text = f"one slot needs {need} bytes ({slot_bytes} in each of {regions} region(s))"
     if cpu_bytes is None:
         raise CapacityError(
             f"cpu_bytes_to_use is missing; {need_text}",
@@ -315,7 +323,7 @@ def plan_capacity(
             value=cpu_bytes,
             hint="Give less memory, or put more blocks in a chunk with blocks_per_chunk.",
         )
-    return Capacity(num_slots, slot_bytes, world_size)
+    return Capacity(num_slots, slot_bytes, regions)
 
 
 def near_miss(key: str, known: Collection[str]) -> str | None:

@@ -250,7 +250,7 @@ def test_the_nearest_key_is_suggested() -> None:
 
 def test_capacity_is_divided_among_all_ranks() -> None:
     capacity = plan_capacity(
-        10_000_000, bytes_per_block=1000, blocks_per_chunk=2, world_size=4, memory=MEMORY
+        10_000_000, bytes_per_block=1000, blocks_per_chunk=2, regions=4, memory=MEMORY
     )
     assert capacity.slot_bytes == 2048  # 2000, in units of 64
     assert capacity.num_slots == 10_000_000 // (2048 * 4)
@@ -260,24 +260,24 @@ def test_capacity_is_divided_among_all_ranks() -> None:
 @pytest.mark.parametrize("given", [None, 0, -1, 8191])
 def test_too_little_memory_says_what_one_slot_needs(given: int | None) -> None:
     with pytest.raises(CapacityError) as caught:
-        plan_capacity(given, bytes_per_block=1000, blocks_per_chunk=2, world_size=4, memory=MEMORY)
+        plan_capacity(given, bytes_per_block=1000, blocks_per_chunk=2, regions=4, memory=MEMORY)
     assert caught.value.field == "cpu_bytes_to_use"
     assert caught.value.value == given
     assert "8192 bytes" in str(caught.value)
-    assert "2048 on each of 4" in str(caught.value)
+    assert "2048 in each of 4" in str(caught.value)
     assert caught.value.hint
 
 
 def test_just_enough_memory_for_one_slot() -> None:
     assert (
-        plan_capacity(8192, bytes_per_block=1000, blocks_per_chunk=2, world_size=4).num_slots == 1
+        plan_capacity(8192, bytes_per_block=1000, blocks_per_chunk=2, regions=4).num_slots == 1
     )
 
 
 def test_more_memory_than_the_machine_has() -> None:
     with pytest.raises(CapacityError) as caught:
         plan_capacity(
-            MEMORY.bytes + 1, bytes_per_block=64, blocks_per_chunk=1, world_size=1, memory=MEMORY
+            MEMORY.bytes + 1, bytes_per_block=64, blocks_per_chunk=1, regions=1, memory=MEMORY
         )
     assert str(MEMORY.bytes) in str(caught.value)
     assert str(MEMORY.bytes + 1) in str(caught.value)
@@ -306,12 +306,12 @@ def test_numbers_beyond_all_bounds(field: str, value: object) -> None:
 
 def test_no_kv_cache() -> None:
     with pytest.raises(CapacityError, match="no KV cache"):
-        plan_capacity(1 << 30, bytes_per_block=0, blocks_per_chunk=1, world_size=1)
+        plan_capacity(1 << 30, bytes_per_block=0, blocks_per_chunk=1, regions=1)
 
 
 def test_more_slots_than_can_be_numbered() -> None:
     with pytest.raises(CapacityError, match="at most 1073741824"):
-        plan_capacity(2**38, bytes_per_block=64, blocks_per_chunk=1, world_size=1)
+        plan_capacity(2**38, bytes_per_block=64, blocks_per_chunk=1, regions=1)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ def old_configs(extra: dict[str, Any], packed: bool = False) -> tuple[Any, Any]:
             rank=1,
             world_size=2,
             pipeline_parallel_size=1,
+            tensor_parallel_size=1,
             decode_context_parallel_size=2,
             prefill_context_parallel_size=1,
         ),

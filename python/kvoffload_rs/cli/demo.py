@@ -119,7 +119,7 @@ def offload_settings(options: DemoOptions, work: Workload) -> dict[str, Any]:
             Settings.parse(extra, memory).cpu_bytes,
             bytes_per_block=model.kv_bytes_per_token() * BLOCK_TOKENS,
             blocks_per_chunk=options.blocks_per_chunk,
-            world_size=1,
+            regions=1,
             memory=memory,
         )
     except ConfigError as error:

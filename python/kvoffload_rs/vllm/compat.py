@@ -222,6 +222,7 @@ class EngineFacts:
         bytes_per_block: KV bytes of one GPU block on one rank, all layers.
         tokens_per_block: tokens of one GPU block, for each KV group.
         kv_events: vLLM publishes KV events.
+        replicated: all ranks hold the same KV, and are processes of one machine.
     """
 
     extra: Mapping[str, Any]
@@ -232,6 +233,7 @@ class EngineFacts:
     bytes_per_block: int
     tokens_per_block: tuple[int, ...]
     kv_events: bool
+    replicated: bool = False
 
 
 def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
@@ -246,6 +248,8 @@ def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
             bytes_per_block=config.worker_kv_bytes_per_block,
             tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
             kv_events=config.enable_kv_cache_events,
+            # From 0.30.
+            replicated=bool(getattr(config, "replicated_layout", False)),
         )
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     context_parallel = (
@@ -264,7 +268,33 @@ def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
             for group in kv_cache_config.kv_cache_groups
         ),
         kv_events=events is not None and events.enable_kv_cache_events,
+        replicated=is_replicated(config, kv_cache_config),
     )
+
+
+def is_replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether all ranks hold the same KV, and are processes of one machine.
+
+    That is so with tensor parallelism alone, if all layers keep MLA's latent, which has no heads to
+    be divided. Context parallelism divides its tokens.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1 or parallel.world_size != ranks:
+        return False
+    if parallel.distributed_executor_backend != "mp":
+        return False
+    others = ("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes_within_dp")
+    if any(getattr(parallel, name, 1) != 1 for name in others):
+        return False
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    specs: list[Any] = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        several = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs += spec.kv_cache_specs.values() if several else [spec]
+    return bool(specs) and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:
@@ -450,7 +480,8 @@ def make_spec(vllm_config: Any, kv_cache_config: Any) -> Any:
     )
 
     config = build_offloading_config(vllm_config, kv_cache_config)
-    return KvOffloadSpec(config, pipeline_stages=True)
+    replicated = is_replicated(vllm_config, kv_cache_config)
+    return KvOffloadSpec(config, pipeline_stages=True, replicated=replicated)
 
 
 def kv_cache_registrar(spec: Any, vllm_config: Any, kv_cache_config: Any) -> Any:

@@ -70,7 +70,7 @@ class HostCopies(_Copies):
     """Copies of KV caches in ordinary memory."""
 
     def __init__(
-        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: int
+        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: Any
     ) -> None:
         self._core = _core.HostWorker(
             shapes,
@@ -84,6 +84,7 @@ class HostCopies(_Copies):
             **pool,
         )
         self.take_finished = self._core.take_finished
+        self.take_region_fd = self._core.take_region_fd
         self.drain = self._core.drain
         self.shutdown = self._core.shutdown
         self.stats = self._core.stats
@@ -117,7 +118,7 @@ class CudaCopies(_Copies):
     """Copies of KV caches on one CUDA device."""
 
     def __init__(
-        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: int
+        self, shapes: Shapes, groups: Groups, tensors: list[Any], settings: Settings, **pool: Any
     ) -> None:
         import torch
 
@@ -138,6 +139,7 @@ class CudaCopies(_Copies):
             **pool,
         )
         self.take_finished = self._core.take_finished
+        self.take_region_fd = self._core.take_region_fd
         self.drain = self._core.drain
         self.shutdown = self._core.shutdown
         self.stats = self._core.stats

@@ -17,6 +17,7 @@ from kvoffload_rs.memory import machine_memory
 from kvoffload_rs.values import parse_int
 from kvoffload_rs.vllm import compat
 from kvoffload_rs.vllm.manager import HostSlotsSpec, KvOffloadManager
+from kvoffload_rs.vllm.sharing import Sharing
 from kvoffload_rs.vllm.worker import DirectionHandler, KvOffloadWorker, RankTransfers
 
 _warned: set[str] = set()
@@ -29,6 +30,7 @@ class KvOffloadSpec(OffloadingSpec):
         config: vLLM's `OffloadingConfig` (from 0.26), or its `VllmConfig`.
         kv_cache_config: vLLM's `KVCacheConfig` (up to 0.24).
         pipeline_stages: whoever makes it sees to it that all stages agree on the capacity.
+        replicated: all ranks hold the same KV, also where `config` cannot say so (0.26, 0.28).
 
     Raises:
         ConfigError: a setting is wrong, misspelt or not supported.
@@ -47,7 +49,12 @@ class KvOffloadSpec(OffloadingSpec):
         return compat.config_info_keys()
 
     def __init__(
-        self, config: Any, kv_cache_config: Any = None, *, pipeline_stages: bool = False
+        self,
+        config: Any,
+        kv_cache_config: Any = None,
+        *,
+        pipeline_stages: bool = False,
+        replicated: bool = False,
     ) -> None:
         facts = compat.engine_facts(config, kv_cache_config)
         warnings = check_keys(facts.extra, *compat.known_keys(compat.vllm_version()))
@@ -65,11 +72,13 @@ class KvOffloadSpec(OffloadingSpec):
         chunk = compat.blocks_per_chunk(
             facts, config, settings.block_size, settings.blocks_per_chunk
         )
+        shared = settings.share_replicated_kv and (replicated or facts.replicated)
+        self._sharing = Sharing(facts.engine_id, facts.rank, facts.world_size) if shared else None
         self._capacity = plan_capacity(
             settings.cpu_bytes,
             bytes_per_block=facts.bytes_per_block,
             blocks_per_chunk=chunk,
-            world_size=facts.world_size,
+            regions=1 if shared else facts.world_size,
             memory=memory,
         )
         super().__init__(*((config,) if compat.HAS_CONFIG else (config, kv_cache_config)))
@@ -98,9 +107,11 @@ class KvOffloadSpec(OffloadingSpec):
         self._transfers: RankTransfers | None = None
         self._worker: KvOffloadWorker | None = None
         compat.logger.info(
-            "kvoffload: %d slots of %d bytes on each of %d rank(s), %d block(s) per chunk, %s",
+            "kvoffload: %d slots of %d bytes in each of %d region(s) for %d rank(s), "
+            "%d block(s) per chunk, %s",
             self._capacity.num_slots,
             self._capacity.slot_bytes,
+            self._capacity.regions,
             facts.world_size,
             chunk,
             settings,
@@ -185,6 +196,7 @@ class KvOffloadSpec(OffloadingSpec):
                 capacity=self._capacity,
                 blocks_per_chunk=self._chunk,
                 settings=self._settings,
+                sharing=self._sharing,
             )
         return self._transfers
 
@@ -193,7 +205,7 @@ class KvOffloadSpec(OffloadingSpec):
         if not compat.HAS_CONFIG:
             return {}
         return compat.config_info(
-            self.config, capacity.num_slots, capacity.slot_bytes * capacity.world_size
+            self.config, capacity.num_slots, capacity.slot_bytes * capacity.regions
         )
 
 

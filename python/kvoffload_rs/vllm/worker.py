@@ -22,6 +22,7 @@ from kvoffload_rs import _core
 from kvoffload_rs.config import Capacity, Settings
 from kvoffload_rs.errors import CapacityError, ConfigError, KvOffloadError, WorkerExistsError
 from kvoffload_rs.vllm import compat, copies, sleep
+from kvoffload_rs.vllm.sharing import Offer, Sharing
 
 _GPU_MEDIUM = "GPU"
 
@@ -55,6 +56,9 @@ class Slots:
 class RankTransfers:
     """One rank's host region and the transfers to and from it.
 
+    Of ranks that share a region only the first stores: on the others a store is over at once, and
+    whoever counts the ranks finds that it is done when the first has reported it.
+
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`.
         engine_id: id of the engine.
@@ -62,9 +66,11 @@ class RankTransfers:
         capacity: of the pool, as the scheduler computes it.
         blocks_per_chunk: GPU blocks of one chunk.
         settings: of the engine.
+        sharing: who shares one region; None if each rank has its own.
 
     Raises:
-        ConfigError: the KV cache is on a device or in a layout that is not supported.
+        ConfigError: the KV cache is on a device or in a layout that is not supported; or the first
+            rank's region cannot be shared.
         CapacityError: a chunk of this rank needs more than the slots were planned for.
         WorkerExistsError: the process has a worker for this engine and rank.
     """
@@ -78,6 +84,7 @@ class RankTransfers:
         capacity: Capacity,
         blocks_per_chunk: int,
         settings: Settings,
+        sharing: Sharing | None = None,
     ) -> None:
         tensors = [canonical.tensor for canonical in kv_caches.tensors]
         for tensor in tensors:
@@ -104,8 +111,19 @@ class RankTransfers:
         self._closed = False
         self._stored: list[Any] = []
         self._loaded: list[Any] = []
+        #: Stores that another rank makes, and that are to be reported here.
+        self._left_to_others: list[int] = []
+        self._reads_only = sharing is not None and sharing.reads_only
+        self._offer: Offer | None = None
+        shape = f"{capacity.num_slots} slots of {slot_bytes} bytes, {blocks_per_chunk} x {groups}"
         _claim(self._name, self)
+        joined = None
         try:
+            region: dict[str, Any] = {}
+            if sharing is not None and sharing.reads_only:
+                region["join_region"] = joined = sharing.join(shape)
+            elif sharing is not None:
+                region["share_region"] = True
             self._core = copies.choose(tensors)(
                 [
                     (
@@ -122,10 +140,20 @@ class RankTransfers:
                 blocks_per_chunk=blocks_per_chunk,
                 num_slots=capacity.num_slots,
                 slot_bytes=slot_bytes,
+                **region,
             )
         except BaseException:
             _release(self._name, self)
             raise
+        finally:
+            if joined is not None:
+                os.close(joined)
+        if sharing is not None and not sharing.reads_only:
+            try:
+                self._offer = Offer(sharing, self._core.take_region_fd(), shape)
+            except ConfigError:
+                self.shutdown()
+                raise
         compat.logger.info("kvoffload: rank %d: %s", rank, self._core.describe())
         sleep.drain_before_sleep(self)
         self._say()
@@ -137,6 +165,9 @@ class RankTransfers:
 
     def submit_store(self, job_id: int, gpu: Any, host: Any) -> Literal[True]:
         """Starts copying GPU blocks to host slots. Raises if the job is invalid."""
+        if self._reads_only:
+            self._left_to_others.append(job_id)
+            return True
         with _Loud("store", job_id):
             self._core.submit_store(job_id, gpu, host)
         return True
@@ -149,6 +180,9 @@ class RankTransfers:
 
     def start_store(self, job_id: int, blocks: Any, slots: bytes) -> None:
         """As `submit_store`, for a caller that deals with errors, with slots as native int32."""
+        if self._reads_only:
+            self._left_to_others.append(job_id)
+            return
         self._core.submit_store(job_id, blocks, Slots(slots))
 
     def start_load(self, job_id: int, slots: bytes, blocks: Any) -> None:
@@ -171,6 +205,8 @@ class RankTransfers:
             (self._stored if is_store else self._loaded).append(
                 _result(job_id, is_store, size, seconds)
             )
+        left, self._left_to_others = self._left_to_others, []
+        self._stored += [_result(job_id, True, 0, 0.0) for job_id in left]
         done: list[Any] = []
         if stores:
             done, self._stored = self._stored, []
@@ -184,8 +220,9 @@ class RankTransfers:
         Job, whether it is a store, bytes, seconds, and the error; None if every byte arrived.
         A transfer is reported here or by `finished`, once.
         """
+        left, self._left_to_others = self._left_to_others, []
         try:
-            return self._core.take_outcomes()
+            return [(job, True, 0, 0.0, None) for job in left] + self._core.take_outcomes()
         finally:
             self._say()
 
@@ -218,6 +255,8 @@ class RankTransfers:
 
     def shutdown(self) -> None:
         """Lets the running copies end and gives the memory back. May be called again."""
+        if self._offer is not None:
+            self._offer.close()
         abandoned, stuck_threads = self._core.shutdown()
         if not self._closed and (abandoned or stuck_threads):
             compat.logger.error(

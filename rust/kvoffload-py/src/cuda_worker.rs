@@ -1,5 +1,6 @@
 //! `CudaWorker`: one rank's host region and the threads that copy to and from a GPU.
 
+use std::os::fd::IntoRawFd;
 use std::time::Duration;
 
 use kvoffload_transfer::cuda::{
@@ -12,8 +13,8 @@ use pyo3::types::PyDict;
 
 use crate::convert::{Numbers, cast};
 use crate::worker::{
-    Finished, Outcome, Parts, config_error, finished, job_list, outcomes, page_refs, shapes,
-    start_error, submit, timeout, verify_mode, wait_error,
+    Finished, Outcome, Parts, backing, config_error, finished, job_list, outcomes, page_refs,
+    shapes, start_error, submit, timeout, verify_mode, wait_error,
 };
 
 /// One rank's pinned host region, and the threads that copy between it and a GPU.
@@ -30,8 +31,8 @@ impl CudaWorker {
     #[new]
     #[pyo3(signature = (tensors, groups, *, device, blocks_per_chunk, num_slots, slot_bytes,
         keep_alive = None, verify = "off", verify_sample = 16, wait_timeout_s = 60.0,
-        copy_path = "auto", staging_bytes = 64 << 20, pinning = "register", kernel_blocks = None,
-        faults = None))]
+        copy_path = "auto", staging_bytes = 64 << 20, pinning = "register", share_region = false,
+        join_region = None, kernel_blocks = None, faults = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a Python constructor"
@@ -51,6 +52,8 @@ impl CudaWorker {
         copy_path: &str,
         staging_bytes: u64,
         pinning: &str,
+        share_region: bool,
+        join_region: Option<i32>,
         kernel_blocks: Option<u32>,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
@@ -85,6 +88,7 @@ impl CudaWorker {
             blocks_per_chunk,
             num_slots: cast(py, "num_slots", num_slots)?,
             slot_bytes,
+            backing: backing(py, share_region, join_region)?,
             keep_alive: keep_alive.map(|object| Box::new(object) as _),
             copy_path,
             staging_bytes,
@@ -184,6 +188,11 @@ impl CudaWorker {
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.engine.drain(self.wait_timeout))
             .map_err(|timeout| wait_error(py, &timeout))
+    }
+
+    /// Descriptor with which other processes join a shared region, to be closed by the caller; once.
+    fn take_region_fd(&self) -> Option<i32> {
+        self.engine.take_region_file().map(IntoRawFd::into_raw_fd)
     }
 
     /// Address of the region's first byte, for tests and debuggers.

@@ -1,11 +1,13 @@
 //! `HostWorker`: one rank's host region and the threads that copy.
 
 use std::num::NonZeroU32;
+use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::time::Duration;
 
 use kvoffload_core::layout::{self, PageRef, TensorLayout};
 use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
+use kvoffload_transfer::region::Backing;
 use kvoffload_transfer::{
     Completion, CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind,
     LoadFault, StartError, SubmitError, Verify, WaitTimeout,
@@ -36,7 +38,8 @@ pub(crate) struct HostWorker {
 impl HostWorker {
     #[new]
     #[pyo3(signature = (tensors, groups, *, blocks_per_chunk, num_slots, slot_bytes, keep_alive = None,
-        verify = "off", verify_sample = 16, wait_timeout_s = 60.0, faults = None))]
+        verify = "off", verify_sample = 16, wait_timeout_s = 60.0, share_region = false,
+        join_region = None, faults = None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a Python constructor"
@@ -52,6 +55,8 @@ impl HostWorker {
         verify: &str,
         verify_sample: u32,
         wait_timeout_s: f64,
+        share_region: bool,
+        join_region: Option<i32>,
         faults: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let wait_timeout = timeout(py, "wait_timeout_s", wait_timeout_s)?;
@@ -69,6 +74,7 @@ impl HostWorker {
             blocks_per_chunk,
             num_slots: cast(py, "num_slots", num_slots)?,
             slot_bytes,
+            backing: backing(py, share_region, join_region)?,
             keep_alive: keep_alive.map(|object| Box::new(object) as _),
             faults: fault_plan(py, faults)?,
             engine: EngineConfig {
@@ -143,6 +149,11 @@ impl HostWorker {
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.engine.drain(self.wait_timeout))
             .map_err(|timeout| wait_error(py, &timeout))
+    }
+
+    /// Descriptor with which other processes join a shared region, to be closed by the caller; once.
+    fn take_region_fd(&self) -> Option<i32> {
+        self.engine.take_region_file().map(IntoRawFd::into_raw_fd)
     }
 
     /// Address of the region's first byte, for tests and debuggers.
@@ -261,6 +272,32 @@ pub(crate) fn timeout(py: Python<'_>, field: &'static str, seconds: f64) -> PyRe
         let text = format!("{field} is {seconds}: give seconds, 0 or more");
         config_error(py, field, text)
     })
+}
+
+/// Where a region's memory comes from.
+pub(crate) fn backing(py: Python<'_>, share: bool, join: Option<i32>) -> PyResult<Backing> {
+    let Some(join) = join else {
+        return Ok(match share {
+            true => Backing::Shared,
+            false => Backing::Private,
+        });
+    };
+    let wrong = |text: String| config_error(py, "join_region", text);
+    if share {
+        return Err(wrong(
+            "join_region: who joins a region shares none".to_owned(),
+        ));
+    }
+    if join < 0 {
+        return Err(wrong(format!(
+            "join_region is {join}: pass an open descriptor"
+        )));
+    }
+    #[expect(unsafe_code, reason = "Python knows descriptors as numbers")]
+    // SAFETY: not -1. The caller keeps it open during this call; if it is not, the system says so.
+    let file = unsafe { BorrowedFd::borrow_raw(join) }.try_clone_to_owned();
+    file.map(Backing::Joined)
+        .map_err(|error| wrong(format!("join_region is {join}: {error}")))
 }
 
 pub(crate) fn verify_mode(py: Python<'_>, verify: &str, sample: u32) -> PyResult<Verify> {

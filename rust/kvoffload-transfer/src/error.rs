@@ -131,6 +131,12 @@ pub enum SubmitError {
         /// Its answer.
         source: DriverError,
     },
+    /// The region is another rank's.
+    #[error("job {job}: this rank only reads the region: the rank that owns it stores")]
+    ReadOnly {
+        /// The refused job.
+        job: u64,
+    },
     /// The engine is shut down.
     #[error("job {job}: the transfer engine is shut down: make a new worker")]
     Closed {
@@ -150,6 +156,7 @@ impl SubmitError {
             | Self::Quarantined { job, .. }
             | Self::DeviceLost { job }
             | Self::Driver { job, .. }
+            | Self::ReadOnly { job }
             | Self::Closed { job } => *job,
         }
     }

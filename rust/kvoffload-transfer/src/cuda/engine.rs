@@ -26,7 +26,7 @@ use crate::engine::{Engine, EngineConfig, ShutdownReport, panic_text};
 use crate::error::{StartError, SubmitError, WaitTimeout};
 use crate::host::KeepAlive;
 use crate::notices::Notices;
-use crate::region::Region;
+use crate::region::{Backing, Region};
 
 /// Events made in advance: some for every job in the queues and every piece.
 const EVENTS: usize = 512;
@@ -56,6 +56,8 @@ pub struct CudaConfig {
     pub num_slots: u32,
     /// Bytes of a slot; see [`kvoffload_core::layout::slot_bytes`].
     pub slot_bytes: u64,
+    /// Where the region's memory comes from.
+    pub backing: Backing,
     /// Dropped when the engine's threads have ended, on one of them.
     pub keep_alive: Option<KeepAlive>,
     /// Which path jobs take.
@@ -121,10 +123,19 @@ impl CudaEngine {
             groups,
             num_slots,
             slot_bytes,
+            backing,
             faults,
             ..
         } = config;
         check_tensors(&tensors)?;
+        let is_private = matches!(backing, Backing::Private);
+        if config.pinning == Pinning::Allocate && !is_private {
+            return Err(StartError::Setting {
+                field: "pinning",
+                reason: "memory that ranks share cannot be the driver's: use \"register\", or set \
+                         share_replicated_kv to false",
+            });
+        }
         let layout = Arc::new(KvLayout::new(
             tensors.iter().map(|tensor| tensor.layout).collect(),
             groups,
@@ -136,7 +147,7 @@ impl CudaEngine {
         let staging = staging_of_one(config.staging_bytes, config.copy_path)?;
         let device = Device::open(config.device, EVENTS, faults.keep_capture_mode)?;
         let notices = Arc::new(Notices::default());
-        let region = Arc::new(Region::new(num_slots, slot_bytes)?);
+        let region = Arc::new(Region::with(backing, num_slots, slot_bytes)?);
         let mistakes = Mistakes {
             skip_staging_wait: faults.skip_staging_wait,
             skip_ring_wait: faults.skip_ring_wait,

@@ -28,10 +28,14 @@ const TOUCH_BYTES: u64 = 4 << 20;
 /// A step that takes so long has the kernel move memory about for huge pages.
 const SLOW_TOUCH: Duration = Duration::from_millis(100);
 
+/// What the driver does with memory that is not pinned.
+const SLOW: &str = "copies from and to ordinary memory, AT A FRACTION OF THE SPEED";
+
 /// How host memory is made usable for the device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Pinning {
-    /// The region's pages are registered; where that is refused, as for [`Pinning::Allocate`].
+    /// The region's pages are registered; where that is refused, as for [`Pinning::Allocate`], or, if
+    /// others have the region mapped as well, as for [`Pinning::None`].
     #[default]
     Register,
     /// The driver allocates each piece; where that is refused, as for [`Pinning::None`].
@@ -238,6 +242,10 @@ impl PinnedRegion {
                     }
                     match self.register(start, bytes) {
                         Ok(()) => break REGISTERED,
+                        Err(error) if self.region.is_shared() => {
+                            self.say(&error, "registering host memory", SLOW);
+                            *pinning = Pinning::None;
+                        }
                         Err(error) => {
                             self.say(&error, "registering host memory", "allocates it itself");
                             *pinning = Pinning::Allocate;
@@ -251,11 +259,7 @@ impl PinnedRegion {
                         break ALLOCATED;
                     }
                     Err(error) => {
-                        self.say(
-                            &error,
-                            "allocating pinned host memory",
-                            "copies from and to ordinary memory, AT A FRACTION OF THE SPEED",
-                        );
+                        self.say(&error, "allocating pinned host memory", SLOW);
                         *pinning = Pinning::None;
                     }
                 },

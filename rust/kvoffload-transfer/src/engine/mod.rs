@@ -22,6 +22,7 @@ mod order;
 mod state;
 mod stats;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -35,7 +36,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::backend::{Backend, Mark};
 use crate::error::{CopyError, StartError, SubmitError, WaitTimeout};
 use crate::region::Region;
-use crate::verify::Verifier;
+use crate::verify::{Verifier, Verify};
 pub use config::{EngineConfig, ShutdownReport};
 pub use job::Completion;
 pub(crate) use job::JobIds;
@@ -62,6 +63,10 @@ pub struct Engine {
     scratch: Mutex<CheckScratch>,
     shutdown_timeout: Duration,
     region_address: usize,
+    /// What others map to join the region, until it is taken.
+    region_file: Mutex<Option<OwnedFd>>,
+    /// The region is another process's.
+    reads_only: bool,
 }
 
 /// What callers and threads share. The region is not in it: the threads own it, so that it is
@@ -105,8 +110,14 @@ impl Engine {
                 reason,
             });
         }
+        let reads_only = region.is_joined();
+        // Of a region that others store to it is not known what the slots hold.
+        let (verify, stored_only) = match reads_only {
+            true => (Verify::Off, false),
+            false => (config.verify, config.stored_only),
+        };
         let shared = Arc::new(Shared {
-            verifier: Verifier::new(config.verify, config.stored_only, layout.num_slots()),
+            verifier: Verifier::new(verify, stored_only, layout.num_slots()),
             order: Mutex::new(Order::new(&layout, config.fences)),
             state: Mutex::new(State::new(config.max_jobs)),
             spare: Mutex::default(),
@@ -122,6 +133,8 @@ impl Engine {
             scratch,
             shutdown_timeout: config.shutdown_timeout,
             region_address: region.base_address(),
+            region_file: Mutex::new(region.take_file()),
+            reads_only,
         };
         let kinds = [
             (JobKind::Store, "kvoffload-store"),
@@ -181,6 +194,9 @@ impl Engine {
         geometry: Geometry<'_>,
         mark: Option<Mark>,
     ) -> Result<(), SubmitError> {
+        if self.reads_only && kind == JobKind::Store {
+            return Err(SubmitError::ReadOnly { job });
+        }
         let checked = geometry.check_job(kind, &self.shared.layout, &mut self.scratch.lock());
         checked.map_err(|source| SubmitError::Geometry { job, source })?;
         let shared = &*self.shared;
@@ -324,6 +340,13 @@ impl Engine {
             }
         }
         report
+    }
+
+    /// What other processes map to join the region; given out once, and only by an engine whose region
+    /// is [`Backing::Shared`](crate::region::Backing).
+    #[must_use]
+    pub fn take_region_file(&self) -> Option<OwnedFd> {
+        self.region_file.lock().take()
     }
 
     /// Address of the region's first byte, for tests and debuggers; unmapped after a shutdown.

@@ -13,7 +13,7 @@ use super::{HostBackend, HostMemory, KeepAlive};
 use crate::backend::Backend;
 use crate::engine::{Engine, EngineConfig};
 use crate::error::{StartError, SubmitError};
-use crate::region::Region;
+use crate::region::{Backing, Region};
 
 /// A KV-cache tensor in ordinary memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +36,8 @@ pub struct HostConfig {
     pub num_slots: u32,
     /// Bytes of a slot; see [`kvoffload_core::layout::slot_bytes`].
     pub slot_bytes: u64,
+    /// Where the region's memory comes from.
+    pub backing: Backing,
     /// Dropped when the engine's threads have ended, on one of them.
     pub keep_alive: Option<KeepAlive>,
     /// Faults to inject: for tests only.
@@ -68,6 +70,7 @@ impl HostEngine {
             groups,
             num_slots,
             slot_bytes,
+            backing,
             keep_alive,
             faults,
             ..
@@ -81,7 +84,7 @@ impl HostEngine {
             Region::slots_per_piece(slot_bytes),
         )?;
         let layout = Arc::new(layout);
-        let region = Arc::new(Region::new(num_slots, slot_bytes)?);
+        let region = Arc::new(Region::with(backing, num_slots, slot_bytes)?);
         let addresses: Vec<usize> = tensors.iter().map(|tensor| tensor.address).collect();
         // SAFETY: passed on to the caller; the addresses are in the layout's order.
         let memory = unsafe {

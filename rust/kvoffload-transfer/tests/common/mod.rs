@@ -13,6 +13,7 @@ use std::time::Duration;
 use kvoffload_core::layout::{PageRef, TensorLayout, slot_bytes};
 use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
+use kvoffload_transfer::region::Backing;
 use kvoffload_transfer::{
     Completion, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind, SubmitError,
 };
@@ -170,6 +171,7 @@ pub fn config(shape: &Shape, device: &Arc<Device>, faults: FaultPlan) -> HostCon
         blocks_per_chunk: shape.blocks_per_chunk,
         num_slots: shape.num_slots,
         slot_bytes: shape.slot_bytes(),
+        backing: Backing::Private,
         keep_alive: Some(Box::new(Arc::clone(device))),
         faults,
         engine: EngineConfig {

@@ -11,6 +11,7 @@ use kvoffload_core::pool::Slot;
 
 use super::*;
 use crate::cuda::driver::{Op, fresh};
+use crate::region::Backing;
 use crate::verify::Verify;
 
 const BLOCKS: usize = 96;
@@ -84,6 +85,7 @@ impl Rig {
             groups,
             blocks_per_chunk: per_chunk,
             num_slots: SLOTS as u32,
+            backing: Backing::Private,
             keep_alive: None,
             copy_path: setup.path,
             staging_bytes: 2 << 20,

@@ -3,19 +3,26 @@
 //! It has no name anywhere, so that nothing is left behind, nothing collides and nobody else's file is
 //! trusted. It is not inherited by forked children (which would keep the memory alive) and stays out
 //! of core dumps. The kernel is asked for huge pages: with them, touching 16 GiB took 2.6 s instead of
-//! 10.2, registering them with a driver 0.4 s instead of 0.9 and ending that 0.4 s instead of 2.0. (A
-//! `memfd` could be mapped by another process, too, but few systems give it huge pages.)
+//! 10.2, registering them with a driver 0.4 s instead of 0.9 and ending that 0.4 s instead of 2.0.
+//!
+//! Where all ranks hold the same KV, the first one's region is a `memfd` that the others map and only
+//! read (`file.rs`); few systems give that huge pages, so it is used for nothing else.
+
+mod file;
 
 use std::ffi::c_void;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
+use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::StartError;
 use crate::memory::Machine;
+pub use file::Backing;
 
 /// Bytes a piece should have: large enough that a piece costs nothing, small enough that registering
 /// one with a driver holds the driver's lock only briefly.
@@ -33,6 +40,12 @@ pub struct Region {
     piece_bytes: u64,
     /// For each piece, where its bytes are; null: in the mapping.
     moved: Box<[AtomicPtr<u8>]>,
+    /// Other processes may map it.
+    shared: bool,
+    /// It is somebody else's, and only read.
+    joined: bool,
+    /// What they map, until it is taken.
+    file: Mutex<Option<OwnedFd>>,
 }
 
 // SAFETY: `base` is an address of memory that this value owns until it is dropped and that no thread
@@ -49,10 +62,23 @@ impl Region {
     /// Zero slots or bytes, a size that does not fit into memory or cgroup, or a system call that
     /// failed. Nothing remains of a region that could not be made.
     pub fn new(num_slots: u32, slot_bytes: u64) -> Result<Self, StartError> {
-        Self::within(&Machine::new("/"), num_slots, slot_bytes)
+        Self::with(Backing::Private, num_slots, slot_bytes)
     }
 
-    fn within(machine: &Machine, num_slots: u32, slot_bytes: u64) -> Result<Self, StartError> {
+    /// Makes a region of memory that comes from somewhere else than [`Region::new`]'s.
+    ///
+    /// # Errors
+    /// As for [`Region::new`]; or the memory to join is not what a region of this size shares.
+    pub fn with(backing: Backing, num_slots: u32, slot_bytes: u64) -> Result<Self, StartError> {
+        Self::within(&Machine::new("/"), backing, num_slots, slot_bytes)
+    }
+
+    fn within(
+        machine: &Machine,
+        backing: Backing,
+        num_slots: u32,
+        slot_bytes: u64,
+    ) -> Result<Self, StartError> {
         if num_slots == 0 {
             return Err(StartError::Zero { field: "num_slots" });
         }
@@ -62,16 +88,20 @@ impl Region {
             });
         }
         let needed = u64::from(num_slots).saturating_mul(slot_bytes);
-        let available = machine.available().map_err(|source| StartError::System {
-            what: "read the free memory",
-            source,
-        })?;
-        if needed > available.bytes {
-            return Err(StartError::TooLarge {
-                needed,
-                available: available.bytes,
-                limited_by: available.limited_by,
-            });
+        if let Backing::Joined(file) = &backing {
+            file::check(file, needed)?;
+        } else {
+            let available = machine.available().map_err(|source| StartError::System {
+                what: "read the free memory",
+                source,
+            })?;
+            if needed > available.bytes {
+                return Err(StartError::TooLarge {
+                    needed,
+                    available: available.bytes,
+                    limited_by: available.limited_by,
+                });
+            }
         }
         let failed = |what| {
             move |error: rustix::io::Errno| StartError::System {
@@ -84,7 +114,16 @@ impl Region {
             available: usize::MAX as u64,
             limited_by: "the address space".to_owned(),
         })?;
-        let base = map(length).map_err(failed("map the region"))?;
+        let joined = matches!(backing, Backing::Joined(_));
+        let (base, file) = match backing {
+            Backing::Private => (map(length), None),
+            Backing::Shared => {
+                let file = file::create(needed).map_err(failed("make memory for all ranks"))?;
+                (file::map(&file, length), Some(file))
+            }
+            Backing::Joined(file) => (file::map(&file, length), None),
+        };
+        let base = base.map_err(failed("map the region"))?;
         let piece_bytes = slot_bytes.saturating_mul(Self::slots_per_piece(slot_bytes).into());
         let region = Self {
             base,
@@ -95,6 +134,9 @@ impl Region {
             moved: (0..needed.div_ceil(piece_bytes))
                 .map(|_| AtomicPtr::default())
                 .collect(),
+            shared: joined || file.is_some(),
+            joined,
+            file: Mutex::new(file),
         };
         // Without huge pages it is slower, and nothing else.
         // SAFETY: exactly the mapping made above; the advice does not change its bytes.
@@ -111,6 +153,25 @@ impl Region {
                 .map_err(failed(what))?;
         }
         Ok(region)
+    }
+
+    /// What others map to join the region. Given out once, and only by one that is shared; as long
+    /// as somebody has it, the memory stays.
+    #[must_use]
+    pub fn take_file(&self) -> Option<OwnedFd> {
+        self.file.lock().take()
+    }
+
+    /// Whether other processes may have it mapped: then its bytes cannot live elsewhere.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// Whether it is somebody else's: then nobody here may write to it.
+    #[must_use]
+    pub fn is_joined(&self) -> bool {
+        self.joined
     }
 
     /// Bytes of all slots together.
@@ -179,7 +240,11 @@ impl Region {
 
     /// Has the piece's bytes live elsewhere from now on: in memory of `piece_bytes` bytes that outlives
     /// every copy. Nothing may have been stored to the piece yet.
+    ///
+    /// # Panics
+    /// The region is shared.
     pub(crate) fn move_piece(&self, piece: usize, to: *mut u8) {
+        assert!(!self.shared, "others would go on reading the mapping");
         self.moved[piece].store(to, Ordering::Release);
     }
 
@@ -212,9 +277,13 @@ impl Region {
                 for offset in (first..end as usize).step_by(page) {
                     // SAFETY: inside the mapping, aligned for a byte, mapped while `self` lives. Copies
                     // of other threads do not overlap with it: no copy uses a piece before it has been
-                    // touched.
+                    // touched. Copies of the process that owns a joined region may, and write there:
+                    // it is only read, which is enough to have a file's page.
                     let byte = unsafe { AtomicU8::from_ptr(self.base.as_ptr().add(offset)) };
-                    byte.fetch_or(0, Ordering::Relaxed);
+                    match self.joined {
+                        true => byte.load(Ordering::Relaxed),
+                        false => byte.fetch_or(0, Ordering::Relaxed),
+                    };
                 }
                 Ok(())
             }
