@@ -269,9 +269,7 @@ def test_too_little_memory_says_what_one_slot_needs(given: int | None) -> None:
 
 
 def test_just_enough_memory_for_one_slot() -> None:
-    assert (
-        plan_capacity(8192, bytes_per_block=1000, blocks_per_chunk=2, regions=4).num_slots == 1
-    )
+    assert plan_capacity(8192, bytes_per_block=1000, blocks_per_chunk=2, regions=4).num_slots == 1
 
 
 def test_more_memory_than_the_machine_has() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from .kit import (
     BLOCK,
     HYBRID,
+    LATENT,
     LOCAL,
     SLOW_COPIES,
     UNEVEN,
@@ -211,6 +212,30 @@ def other_block_sizes(settings: Settings, **more: Any) -> dict[str, Any]:
     return end(rig)
 
 
+def replicated(settings: Settings, **more: Any) -> dict[str, Any]:
+    """MLA on two ranks: the memory holds each chunk once, and the first rank alone has stored it.
+
+    Slow copies and a small pool: what one rank stores must not reach a slot that another reads.
+    """
+    rig = make_rig(settings, 12, slow=True, num_blocks=40, ranks=2, groups=LATENT, **more)
+    for turn in range(6):
+        for name, blocks in (("a", 4), ("b", 3), (f"new{turn}", 5), ("a", 4)):
+            rig.add(f"{turn}.{name}.{len(rig.model.requests)}", prompt(name, blocks), 4)
+        rig.drain()
+        rig.forget_gpu()
+    assert rig.totals.loads > 4, rig.totals
+    assert rig.manager.stats()["evicted"] > 0, rig.manager.stats()
+    stores = [worker.worker_side._transfers.stats()["stores"] for worker in rig.workers]
+    assert stores[0] > 4 and stores[1] == 0, stores
+    return end(rig)
+
+
+def replicated_with_failures(settings: Settings) -> dict[str, Any]:
+    """The same where the first rank's stores fail, and the other's loads."""
+    faults = {0: SLOW_COPIES | {"fail_every_store": 5}, 1: SLOW_COPIES | {"fail_every_load": 5}}
+    return replicated(settings, rank_faults=faults)
+
+
 def deferral_with_deadline(settings: Settings) -> dict[str, Any]:
     """The chunks that a request waits for are not there in time: it computes."""
     rig = make_rig(
@@ -274,6 +299,8 @@ OURS: dict[str, Callable[[Settings], dict[str, Any]]] = {
         ends_with_slow_copies,
         chunked_local,
         other_block_sizes,
+        replicated,
+        replicated_with_failures,
         deferral_with_deadline,
         all_wait_for_each_other,
     )

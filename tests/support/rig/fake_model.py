@@ -26,13 +26,15 @@ class Group:
     """One KV cache group: its layer names, and what of a prefix it attends to.
 
     ``window``: the last so many tokens. ``local``: those since the last multiple of it. Otherwise
-    all. ``block_size``: tokens of its blocks, if they are not the engine's.
+    all. ``block_size``: tokens of its blocks, if they are not the engine's. ``latent``: MLA, whose
+    KV is the same on all ranks.
     """
 
     layers: list[str]
     window: int | None = None
     local: int | None = None
     block_size: int | None = None
+    latent: bool = False
 
     def first_read(self, position: int) -> int:
         """The first token that the one at ``position`` attends to."""
@@ -128,9 +130,9 @@ class FakeModel:
             tokens.chain.append(state)
 
     def _pattern(
-        self, tokens: Tokens, first: int, end: int, rank: int, layer: str, row_bytes: int
+        self, tokens: Tokens, first: int, end: int, whose: str, row_bytes: int
     ) -> np.ndarray:
-        seed = np.uint64(hash_of(f"{layer}/{rank}"))
+        seed = np.uint64(hash_of(whose))
         chain = np.array(tokens.chain[first:end], dtype=np.uint64) ^ seed
         words = np.arange(1, row_bytes // 8 + 1, dtype=np.uint64)
         mixed = (chain[:, None] + words[None, :]) * _SPREAD
@@ -156,7 +158,7 @@ class FakeModel:
         tokens, rows = self.requests[request_id], self._rows(group, blocks, first, end)
         for layer, page in zip(group.layers, self.pages[rank], strict=True):
             view = self._by_token(group, page)
-            expected = self._pattern(tokens, first, end, rank, layer, view.shape[2])
+            expected = self._pattern(tokens, first, end, _whose(group, layer, rank), view.shape[2])
             wrong = np.flatnonzero((view[rows] != expected).any(axis=1))
             self.rows_checked += end - first
             if wrong.size:
@@ -174,7 +176,13 @@ class FakeModel:
         tokens, rows = self.requests[request_id], self._rows(group, blocks, first, end)
         for layer, page in zip(group.layers, self.pages[rank], strict=True):
             view = self._by_token(group, page)
-            view[rows] = self._pattern(tokens, first, end, rank, layer, view.shape[2])
+            whose = _whose(group, layer, rank)
+            view[rows] = self._pattern(tokens, first, end, whose, view.shape[2])
+
+
+def _whose(group: Group, layer: str, rank: int) -> str:
+    """Name of what differs from other layers, and from other ranks unless they hold the same."""
+    return layer if group.latent else f"{layer}/{rank}"
 
 
 def _token(state: int) -> int:

@@ -19,11 +19,17 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from . import versions
-from .kit import BLOCK, FULL, HYBRID, LOCAL, UNEVEN, Settings, end, make_rig, prompt
+from .kit import BLOCK, FULL, HYBRID, LATENT, LOCAL, UNEVEN, Settings, end, make_rig, prompt
 from .planned import Fate, PlannedTransfers
 from .rig import Rig
 
-GROUPS = {"full": [FULL], "hybrid": HYBRID, "local": LOCAL, "uneven": UNEVEN}
+GROUPS = {
+    "full": [FULL],
+    "hybrid": HYBRID,
+    "local": LOCAL,
+    "uneven": UNEVEN,
+    "latent": LATENT,
+}
 #: Of one random engine.
 LEAST_OPS, MOST_OPS = 30, 70
 

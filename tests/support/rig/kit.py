@@ -19,6 +19,7 @@ SLOW_COPIES = {"seed": 1, "max_delay_us": 3000}
 FULL = Group(["full.0", "full.1"])
 HYBRID = [FULL, Group(["slide.0", "slide.1"], window=3 * BLOCK)]
 LOCAL = [FULL, Group(["local.0", "local.1"], local=4 * BLOCK)]
+LATENT = [Group(["latent.0", "latent.1"], latent=True)]
 UNEVEN = [FULL, Group(["slide.0", "slide.1"], window=4 * BLOCK, block_size=2 * BLOCK)]
 
 
@@ -79,8 +80,9 @@ def make_rig(
 ) -> Rig:
     """An engine whose host pool holds ``slots`` chunks. ``more`` goes to ``Rig``."""
     chunk_bytes = LAYERS * PAGE_BYTES * settings.blocks_per_chunk
+    regions = 1 if more.get("groups") is LATENT else ranks
     extra: dict[str, Any] = {
-        "cpu_bytes_to_use": slots * chunk_bytes * ranks,
+        "cpu_bytes_to_use": slots * chunk_bytes * regions,
         "block_size": BLOCK * settings.blocks_per_chunk,
         "offload_prompt_only": more.pop("prompt_only", True),
     }

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -124,6 +125,7 @@ def make_vllm_config(
     # Set afterwards: asking for two ranks makes some releases look for two devices.
     config.parallel_config.tensor_parallel_size = ranks
     config.parallel_config.world_size = ranks
+    config.parallel_config.distributed_executor_backend = "mp" if ranks > 1 else "uni"
     config.parallel_config.rank = rank
     return config
 
@@ -144,6 +146,9 @@ def make_kv_cache_config(
         )
         if group.window is not None:
             return SlidingWindowSpec(**common, sliding_window=group.window)
+        if group.latent:
+            latent = dict(num_kv_heads=1, head_size=4 * head_size)  # one vector for K and V
+            return MLAAttentionSpec(**(common | latent))
         if group.local is not None:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.local)
         return FullAttentionSpec(**common)
