@@ -4,7 +4,7 @@
 mod bench;
 
 use bench::{Bench, FULL};
-use kvoffload_core::manager::Missed;
+use kvoffload_core::manager::{Missed, Room};
 use kvoffload_core::requests::{
     Deferral, GroupConfig, JobOrder, Lookup, MissReason, NewRequest, RequestError, Requests,
     RequestsConfig, Span,
@@ -172,9 +172,13 @@ fn what_finds_no_room_is_the_end_of_the_prefix_and_is_offered_again() {
         (&[2, 1][..], &[0, 0][..])
     );
     assert_eq!(bench.requests.stats().chunks_refused, 3);
-    assert!(!bench.requests.has_room());
+    let room = |bench: &Bench| bench.requests.manager().room(Room::Evict);
+    assert_eq!(room(&bench), 0);
+    bench.requests.store(id, 64).unwrap();
+    let refused = bench.requests.stats().chunks_refused;
+    assert_eq!(refused, 3, "not looked at again while there is no room");
     bench.end(&others, false);
-    assert!(bench.requests.has_room());
+    assert_eq!(room(&bench), 3);
     bench.requests.store(id, 64).unwrap();
     let store = bench.one_store();
     assert_eq!(

@@ -141,9 +141,12 @@ impl Manager {
     }
 
     /// Slots that a store could have now.
-    pub fn room(&self) -> usize {
-        let inner = self.inner.lock();
-        self.pool.free() as usize + inner.policy.evictable()
+    pub fn room(&self, from: Room) -> usize {
+        let free = self.pool.free() as usize;
+        match from {
+            Room::Evict => free + self.inner.lock().policy.evictable(),
+            Room::Free => free,
+        }
     }
 
     /// A number that grows with everything that can change the answer to a lookup: stores and loads

@@ -1,7 +1,6 @@
 //! Stores: what a step computes goes to slots once it is there.
 
 use crate::jobs::JobKind;
-use crate::manager::Room;
 
 use super::Requests;
 use super::config::RequestError;
@@ -94,7 +93,7 @@ impl Requests {
 
     /// Begins a store of the chunks of a request that are complete once its first `computed` tokens
     /// are, as far as they have keys and blocks and there is room. What is refused is offered again
-    /// with the next step.
+    /// as soon as there is room, and when the request ends.
     ///
     /// # Errors
     /// From the manager; none for a request of this table.
@@ -102,6 +101,10 @@ impl Requests {
         let Some(state) = self.table.get(id) else {
             return Ok(());
         };
+        let is_full = || self.manager.room(state.room()) == 0;
+        if state.refused && !state.finished && is_full() {
+            return Ok(());
+        }
         let tokens = self.storable_of(state, computed);
         let decoding = computed > state.about.prompt_tokens && !state.finished;
         let blocks_per_chunk = self.config.blocks_per_chunk as usize;
@@ -157,11 +160,7 @@ impl Requests {
         let Some(state) = self.table.get_mut(id) else {
             return Ok(());
         };
-        let from = if state.about.low_priority {
-            Room::Free
-        } else {
-            Room::Evict
-        };
+        let from = state.room();
         let key_bytes = state.key_bytes;
         let keys: Vec<&[u8]> = candidates
             .iter()
@@ -174,6 +173,7 @@ impl Requests {
         self.manager
             .prepare_store_in(from, &keys, &mut state.record, prepared)?;
         let refused = prepared.refused_from;
+        state.refused = refused.is_some();
         if let Some(first) = refused {
             // Those that are in the pool already are counted, too; nobody needs it exactly.
             self.stats.chunks_refused += (candidates.len() - first) as u64;
@@ -243,11 +243,6 @@ impl Requests {
     /// The step that is being announced computes this many tokens.
     pub fn step(&mut self, tokens: u64) {
         self.pace.step(self.config.clock.elapsed(), tokens);
-    }
-
-    /// Whether a request that is refused room is worth offering again.
-    pub fn has_room(&self) -> bool {
-        self.manager.room() > 0
     }
 
     /// A request has ended, its first `computed` tokens are computed: stores what is left of it, and

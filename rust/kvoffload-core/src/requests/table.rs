@@ -6,7 +6,7 @@ use std::time::Duration;
 use foldhash::fast::FixedState;
 
 use crate::jobs::JobTable;
-use crate::manager::Request as Record;
+use crate::manager::{Request as Record, Room};
 
 use super::blocks::Stamp;
 use super::lookup::Answered;
@@ -59,6 +59,8 @@ pub(super) struct State {
     pub(super) hollow: bool,
     /// Its KV was computed before a reset.
     pub(super) tainted: bool,
+    /// Some of what was offered last found no room.
+    pub(super) refused: bool,
     pub(super) jobs: u32,
     pub(super) finished: bool,
 }
@@ -75,6 +77,14 @@ pub(super) struct GroupState {
 }
 
 impl State {
+    /// Which slots its chunks may have.
+    pub(super) fn room(&self) -> Room {
+        match self.about.low_priority {
+            true => Room::Free,
+            false => Room::Evict,
+        }
+    }
+
     pub(super) fn num_keys(&self, group: usize) -> usize {
         match self.key_bytes {
             0 => 0,
@@ -220,6 +230,7 @@ impl Requests {
             seen_changes: 0,
             hollow: false,
             tainted: false,
+            refused: false,
             jobs: 0,
             finished: false,
         }))
