@@ -225,6 +225,17 @@ def not_emptied(server: Server) -> None:
     server.serve({"changed": first})
 
 
+def one_by_one(server: Server) -> None:
+    """Six prompts, one at a time, and again once the GPU's cache is empty: 36 full blocks of 16."""
+    for turn in range(2):
+        for i in range(6):
+            # One token more, which is computed whatever is cached: vLLM decodes it, because its CPU
+            # build cannot compute more than one after KV with a latent that is there already.
+            server.serve({f"{turn}.{i}": prompt(f"one{i}", 6 * 16 + 1)})
+        settle(server.llm)
+        assert server.llm.reset_prefix_cache()
+
+
 WORKLOADS: dict[str, Callable[[Server], None]] = {
     workload.__name__: workload
     for workload in (
@@ -236,6 +247,7 @@ WORKLOADS: dict[str, Callable[[Server], None]] = {
         aborted,
         emptied,
         not_emptied,
+        one_by_one,
     )
 }
 
