@@ -1,4 +1,4 @@
-"""python benches/gpu_engine {ttft,throughput,tokens,starts} [options]"""
+"""python benches/gpu_engine {ttft,throughput,tokens,starts,mla} [options]"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-MEASUREMENTS = ("ttft", "throughput", "tokens", "starts")
+MEASUREMENTS = ("ttft", "throughput", "tokens", "starts", "mla")
 
 
 def measurement(name: str) -> Any:

@@ -42,6 +42,7 @@ class Setup:
         weights: real random weights instead of vLLM's dummy ones.
         graphs: one of `GRAPHS`.
         faults: `fault_injection`.
+        extra: more of our settings.
         models: folder for models.
         llm: more arguments of vLLM's `LLM`.
     """
@@ -54,6 +55,7 @@ class Setup:
     weights: bool = False
     graphs: str = "none"
     faults: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
     models: str = "/tmp/kvoffload-models"
     llm: dict[str, Any] = field(default_factory=dict)
 
@@ -211,7 +213,7 @@ def extra_config(setup: Setup) -> dict[str, Any] | None:
         extra |= {"spec_name": "KvOffloadSpec", "spec_module_path": "kvoffload_rs.vllm"}
     if setup.backend != "native" and setup.faults:
         extra["fault_injection"] = setup.faults
-    return extra
+    return extra | setup.extra
 
 
 def graph_settings(graphs: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama models of the measured shapes, written to a folder; nothing is downloaded."""
+"""Models of the measured shapes, written to a folder: Llama, or `latent`. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_engine.latent import LATENT_SHAPES, write_latent_model
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def write_model(name: str, kv_heads: int, parent: Path, *, weights: bool) -> Pat
     """Writes a model, unless it is there.
 
     Args:
-        name: one of `SHAPES`.
+        name: one of `SHAPES`, or of `LATENT_SHAPES`, which have no KV heads.
         kv_heads: KV heads; 1 is what a rank of eight sees of a model with 8.
         parent: the folder that holds the model's.
         weights: write random weights whose answers vary. Without them vLLM must be told to invent
@@ -56,6 +58,8 @@ def write_model(name: str, kv_heads: int, parent: Path, *, weights: bool) -> Pat
     Returns:
         The model's folder.
     """
+    if name in LATENT_SHAPES:
+        return write_latent_model(name, parent, weights=weights)
     shape = SHAPES[name]
     folder = parent / f"{name}-{kv_heads}{'-weights' if weights else ''}"
     folder.mkdir(parents=True, exist_ok=True)
