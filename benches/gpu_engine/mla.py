@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace, logs: Path, kind: str) -> dict[str, Any]:
             "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         }
         # The connector asks for another layout, which this backend accepts and cannot use.
-        environment |= {"VLLM_KV_CACHE_LAYOUT": "LBNHC", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     else:
         llm |= {
             "attention_config": {"backend": options.attention},

@@ -32,9 +32,6 @@ CASE = EngineCase(
         # depend on what else is in the batch. PyTorch's operations do not.
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
     },
-    # The connector asks for blocks in one piece, and vLLM's CPU backend for MLA says that it can
-    # have them so; but it cannot.
-    environment={"VLLM_KV_CACHE_LAYOUT": "LBNHC"},
 )
 
 CONNECTOR = {

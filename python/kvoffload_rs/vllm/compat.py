@@ -423,19 +423,32 @@ def known_keys(version: tuple[int, int] | None) -> tuple[frozenset[str], dict[st
 #: which works for models with one KV group.
 HAS_FAILED_RECVING: bool
 
-#: The layout in which one block of all layers is in one piece, where layouts can be chosen (0.30);
-#: before, `prefer_cross_layer_blocks` asks for the same.
-PREFERRED_LAYOUT: str | None
+# The layout in which one block of all layers is in one piece, where layouts can be chosen (0.30);
+# before, `prefer_cross_layer_blocks` asks for the same.
+_ONE_PIECE: str | None
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 
     HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
-    PREFERRED_LAYOUT = (
+    _ONE_PIECE = (
         None if hasattr(connector_base.KVConnectorBase_V1, "prefer_cross_layer_blocks") else "BLHNC"
     )
 except ImportError:
-    HAS_FAILED_RECVING, PREFERRED_LAYOUT = False, None
+    HAS_FAILED_RECVING, _ONE_PIECE = False, None
+
+
+def preferred_layout(vllm_config: Any) -> str | None:
+    """The layout in which one block of all layers is in one piece; None: vLLM's own choice.
+
+    vLLM's CPU backend for MLA says that it can have it, and then fails (0.32).
+    """
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    if current_platform.is_cpu() and model is not None and model.use_mla:
+        return None
+    return _ONE_PIECE
 
 
 def version_text() -> str:

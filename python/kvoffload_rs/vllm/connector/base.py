@@ -76,7 +76,7 @@ class KvOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """The layout in which a block of all layers is in one piece, where there is a choice."""
-        return compat.PREFERRED_LAYOUT
+        return compat.preferred_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvOffloadStats:

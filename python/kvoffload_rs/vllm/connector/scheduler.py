@@ -38,12 +38,6 @@ class SchedulerSide:
         groups = group_facts(kv_cache_config, facts.tokens_per_block)
         per_hash = compat.tokens_per_hash(spec.config)
         check_states(groups, per_hash, vllm_config.speculative_config is not None)
-        caching = bool(vllm_config.cache_config.enable_prefix_caching)
-        if not caching:
-            compat.logger.warning(
-                "kvoffload: prefix caching is off, so requests have no block hashes: nothing will "
-                "be stored or found. Remove --no-enable-prefix-caching"
-            )
         self._spec = spec
         self._events = facts.kv_events
         self._can_fail_loads = len(groups) == 1 or compat.HAS_FAILED_RECVING
@@ -57,7 +51,8 @@ class SchedulerSide:
             "tokens_per_hash": per_hash,
             "num_ranks": facts.world_size,
             "prompt_only": settings.offload_prompt_only,
-            "share_loads": caching,
+            # What another request loads is in the GPU's prefix cache afterwards, if there is one.
+            "share_loads": bool(vllm_config.cache_config.enable_prefix_caching),
             "defer_deadline_s": settings.defer_deadline_s,
             "policy": settings.eviction_policy,
             "events": facts.kv_events,
