@@ -140,8 +140,7 @@ def _run(options: argparse.Namespace, logs: Path, kind: str) -> dict[str, Any]:
             # vLLM 0.32's own kernel for CPUs turns queries that are parts of a row wrongly.
             "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         }
-        # The connector asks for another layout, which this backend accepts and cannot use.
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     else:
         llm |= {
             "attention_config": {"backend": options.attention},
