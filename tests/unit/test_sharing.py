@@ -199,6 +199,20 @@ def layout(parallel: dict[str, Any], *specs: Any) -> bool:
     return compat.is_replicated(config, Plain(kv_cache_groups=groups))
 
 
+def test_a_draft_model_with_heads_is_not_shared() -> None:
+    from types import SimpleNamespace as Plain
+
+    for use_mla in (True, False):
+        config = Plain(
+            parallel_config=Plain(
+                tensor_parallel_size=2, world_size=2, distributed_executor_backend="mp"
+            ),
+            speculative_config=Plain(draft_model_config=Plain(use_mla=use_mla)),
+        )
+        caches = Plain(kv_cache_groups=[Plain(kv_cache_spec=latent())])
+        assert compat.is_replicated(config, caches) is use_mla
+
+
 def latent() -> Any:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 

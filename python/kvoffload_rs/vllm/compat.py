@@ -287,6 +287,11 @@ def is_replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
     others = ("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes_within_dp")
     if any(getattr(parallel, name, 1) != 1 for name in others):
         return False
+    # A draft model with heads may be in the same group, of which the scheduler sees one layer only.
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and not draft.use_mla:
+        return False
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
     specs: list[Any] = []
