@@ -39,6 +39,8 @@ CONNECTOR = {
     "kv_connector_module_path": "kvoffload_rs.vllm",
     "kv_load_failure_policy": "recompute",
 }
+# With vLLM's connector nobody sees to it that no rank stores to a slot that another still reads
+# after a reset: there each rank has a copy.
 SPEC = {"spec_name": "KvOffloadSpec", "spec_module_path": "kvoffload_rs.vllm"}
 #: Settings and arguments of KVTransferConfig.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -82,23 +84,22 @@ def moved(run: EngineRun, way: str, kind: str) -> float:
     return run.metrics.get(names[way].format(kind), 0.0)
 
 
-@BOTH
-def test_one_copy_serves_all_ranks(run_engine: RunEngine, reference: EngineRun, way: str) -> None:
+def test_one_copy_serves_all_ranks(run_engine: RunEngine, reference: EngineRun) -> None:
     """Memory for one copy of the prompts is enough for all of them, on both ranks."""
+    way = "connector"
     run = serve(run_engine, way, ROOM_FOR_ONE | {"verify": "all"})
     assert run.differs_from(reference) == []
     assert second(run) == [CACHED] * PROMPTS
     assert moved(run, way, "store") == PROMPT_BYTES
     assert moved(run, way, "load") == RANKS * PROMPT_BYTES
-    if way == "connector":
-        assert run.metrics["vllm:kvoffload_pool_slots"] == SLOTS
-        assert run.metrics["vllm:kvoffload_stray_reports"] == 0
+    assert run.metrics["vllm:kvoffload_pool_slots"] == SLOTS
+    assert run.metrics["vllm:kvoffload_stray_reports"] == 0
 
 
 @BOTH
 def test_a_copy_for_each_rank(run_engine: RunEngine, reference: EngineRun, way: str) -> None:
-    """With the setting off the same memory holds half as many prompts: each is forgotten before it
-    comes again, and stored twice by each rank."""
+    """With the setting off, and always with the spec, the same memory holds half as many prompts:
+    each is forgotten before it comes again, and stored twice by each rank."""
     run = serve(run_engine, way, ROOM_FOR_ONE | {"share_replicated_kv": False})
     assert run.differs_from(reference) == []
     assert second(run) == [0] * PROMPTS
@@ -108,9 +109,9 @@ def test_a_copy_for_each_rank(run_engine: RunEngine, reference: EngineRun, way: 
         assert run.metrics["vllm:kvoffload_pool_slots"] == SLOTS // RANKS
 
 
-@BOTH
-def test_control_differs(run_engine: RunEngine, reference: EngineRun, way: str) -> None:
+def test_control_differs(run_engine: RunEngine, reference: EngineRun) -> None:
     """Loads that copy nothing are seen in exactly the answers that used them."""
+    way = "connector"
     extra = ROOM_FOR_ONE | {"fault_injection": {"seed": 1, "loads": "nothing"}}
     run = serve(run_engine, way, extra)
     assert second(run) == [CACHED] * PROMPTS

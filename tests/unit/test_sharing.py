@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import socket
 import time
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_one_rank_stores_and_all_load() -> None:
 def test_the_memory_pays_for_one_region() -> None:
     one, _, _ = specs()
     alone, _, _ = specs(share_replicated_kv=False)
+    assert specs(pinning="allocate")[0].num_slots == alone.num_slots  # memory of the driver's
     assert one.num_slots == MEMORY // 320 and alone.num_slots == MEMORY // (320 * 3)
     assert make_spec(world_size=3).num_slots == alone.num_slots
 
@@ -164,7 +166,7 @@ def test_nothing_is_left_open() -> None:
 
 
 def _other_process(engine: str, results: Any) -> None:
-    descriptor = Sharing(engine, 1, 2).join("shape", deadline_s=20)
+    descriptor = Sharing(engine, 1, 2, parent=0).join("shape", deadline_s=20)
     results.put(os.pread(descriptor, 5, 0))
 
 
@@ -176,9 +178,49 @@ def test_between_processes_in_any_order() -> None:
     time.sleep(0.3)  # it waits meanwhile, or is not there yet
     memory = os.memfd_create("test")
     os.pwrite(memory, b"hello", 0)
-    offer = Offer(Sharing(engine, 0, 2), memory, "shape")
+    offer = Offer(Sharing(engine, 0, 2, parent=0), memory, "shape")
     assert results.get(timeout=60) == b"hello"
     process.join()
+    offer.close()
+
+
+def test_two_engines_of_one_name_that_start_together_do_not_meet() -> None:
+    """Each has been started by a process of its own."""
+    engine = name()
+    for parent in (1, 2):
+        memory = os.memfd_create("test")
+        os.pwrite(memory, b"%d" % parent, 0)
+        offer = Offer(Sharing(engine, 0, 2, parent), memory, "shape")
+        other = Sharing(engine, 1, 2, 3 - parent)
+        with pytest.raises(ConfigError):
+            other.join("shape", deadline_s=0.1)
+        descriptor = Sharing(engine, 1, 2, parent).join("shape", deadline_s=20)
+        assert os.pread(descriptor, 1, 0) == b"%d" % parent
+        os.close(descriptor)
+        offer.close()
+
+
+def test_who_is_no_rank_takes_nobodys_turn() -> None:
+    sharing = Sharing("x" * 200 + name(), 0, 3)  # whatever the length of the name
+    offer = Offer(sharing, os.open("/dev/null", os.O_RDONLY), "shape")
+    for said in (b"", b"\0\0\0\0", b"\x07\0\0\0", b"ab", b"\1\0\0\0"):  # the last does not answer
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(sharing.address)
+            stranger.sendall(said)
+    for rank in (2, 1):
+        os.close(Sharing(sharing.engine_id, rank, 3).join("shape", deadline_s=20))
+    offer.close()
+    with pytest.raises(ConfigError):
+        Sharing(sharing.engine_id, 1, 3).join("shape", deadline_s=0.1)
+
+
+def test_long_shapes() -> None:
+    sharing = Sharing(name(), 0, 3)
+    shape = "p" * 10_000
+    offer = Offer(sharing, os.open("/dev/null", os.O_RDONLY), shape)
+    os.close(Sharing(sharing.engine_id, 1, 3).join(shape, deadline_s=20))
+    with pytest.raises(CapacityError):
+        Sharing(sharing.engine_id, 2, 3).join(shape + "q", deadline_s=20)
     offer.close()
 
 

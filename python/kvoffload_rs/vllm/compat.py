@@ -222,7 +222,6 @@ class EngineFacts:
         bytes_per_block: KV bytes of one GPU block on one rank, all layers.
         tokens_per_block: tokens of one GPU block, for each KV group.
         kv_events: vLLM publishes KV events.
-        replicated: all ranks hold the same KV, and are processes of one machine.
     """
 
     extra: Mapping[str, Any]
@@ -233,7 +232,6 @@ class EngineFacts:
     bytes_per_block: int
     tokens_per_block: tuple[int, ...]
     kv_events: bool
-    replicated: bool = False
 
 
 def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
@@ -248,8 +246,6 @@ def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
             bytes_per_block=config.worker_kv_bytes_per_block,
             tokens_per_block=tuple(group.tokens_per_block for group in config.groups),
             kv_events=config.enable_kv_cache_events,
-            # From 0.30.
-            replicated=bool(getattr(config, "replicated_layout", False)),
         )
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     context_parallel = (
@@ -268,7 +264,6 @@ def engine_facts(config: Any, kv_cache_config: Any = None) -> EngineFacts:
             for group in kv_cache_config.kv_cache_groups
         ),
         kv_events=events is not None and events.enable_kv_cache_events,
-        replicated=is_replicated(config, kv_cache_config),
     )
 
 
@@ -299,7 +294,8 @@ def is_replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
         spec = group.kv_cache_spec
         several = isinstance(spec, UniformTypeKVCacheSpecs)
         specs += spec.kv_cache_specs.values() if several else [spec]
-    return bool(specs) and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    # The exact type: others of its kind need not be the same on all ranks.
+    return bool(specs) and all(type(spec) is MLAAttentionSpec for spec in specs)
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:

@@ -2,18 +2,21 @@
 
 The first rank has it and stores to it; the others map the same memory and only load. What they map
 is a descriptor, which goes from process to process over a Unix socket in the abstract namespace: no
-file is made, nothing is left of it when a process is killed, and both ends see whether the other
-belongs to the same user.
+file is made, and nothing is left of it when a process is killed. The socket's name is made from the
+user, the engine's id and the process that started the ranks, so that two engines never meet; both
+ends see whether the other belongs to the same user and to the same process namespace.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvoffload_rs.errors import CapacityError, ConfigError
 
@@ -21,7 +24,8 @@ from kvoffload_rs.errors import CapacityError, ConfigError
 DEADLINE_S = 60.0
 
 _PAUSE_S = 0.02
-_LONGEST_SHAPE = 4096
+_ANSWER_S = 5.0
+_LONGEST = 4096
 _OFF = "Or set share_replicated_kv to false: then every rank has a region of its own."
 
 
@@ -33,11 +37,13 @@ class Sharing:
         engine_id: id of the engine.
         rank: this rank; 0 has the region.
         ranks: all of them.
+        parent: the process that started the ranks.
     """
 
     engine_id: str
     rank: int
     ranks: int
+    parent: int = field(default_factory=os.getppid)
 
     @property
     def reads_only(self) -> bool:
@@ -47,7 +53,8 @@ class Sharing:
     @property
     def address(self) -> str:
         """Name of the socket; it begins with a zero, so it names no file."""
-        return f"\0kvoffload-rs/{os.getuid()}/{self.engine_id}"
+        name = f"{os.getuid()}/{self.parent}/{self.engine_id}"
+        return f"\0kvoffload-rs/{hashlib.sha256(name.encode()).hexdigest()}"
 
     def join(self, shape: str, deadline_s: float = DEADLINE_S) -> int:
         """Gets the descriptor of the first rank's region, which the caller closes.
@@ -63,7 +70,7 @@ class Sharing:
         deadline = time.monotonic() + deadline_s
         while True:
             try:
-                found, descriptor = _receive(self.address, max(deadline - time.monotonic(), 0.1))
+                found, descriptor = self._receive()
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
@@ -74,14 +81,30 @@ class Sharing:
                     ) from error
                 time.sleep(_PAUSE_S)
                 continue
-            if found == shape:
+            if found == _message(shape):
                 return descriptor
             os.close(descriptor)
             raise CapacityError(
-                f"the region of rank 0 has {found}, rank {self.rank} has {shape}",
+                f"the region of rank 0 has {found[32:].decode(errors='replace')}, "
+                f"rank {self.rank} has {shape[:300]}",
                 field="share_replicated_kv",
                 hint=f"The ranks have different KV caches: report it. {_OFF}",
             )
+
+    def _receive(self) -> tuple[bytes, int]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(self.address)
+            if not _is_ours(connection):
+                raise PermissionError("its socket belongs to somebody else")
+            connection.sendall(struct.pack("i", self.rank))
+            flags = socket.MSG_CMSG_CLOEXEC
+            message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST, 1, flags)
+            if len(descriptors) != 1:
+                raise ConnectionError("it was not sent")
+            with contextlib.suppress(OSError):  # it has been received all the same
+                connection.sendall(b"k")
+            return message, descriptors[0]
 
 
 class Offer:
@@ -98,14 +121,18 @@ class Offer:
 
     def __init__(self, sharing: Sharing, descriptor: int, shape: str) -> None:
         self._descriptor = descriptor
-        self._message = shape.encode()
-        self._left = sharing.ranks - 1
+        self._message = _message(shape)
+        self._missing = set(range(1, sharing.ranks))
         self._closing = threading.Event()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(sharing.address)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._listener.bind(sharing.address)
+                self._listener.listen(sharing.ranks)
+            except OSError:
+                self._listener.close()
+                raise
         except OSError as error:
-            self._listener.close()
             os.close(descriptor)
             raise ConfigError(
                 f"the region of engine {sharing.engine_id!r} cannot be offered: {error}",
@@ -113,7 +140,6 @@ class Offer:
                 value=sharing.engine_id,
                 hint=f"Give every engine its own kv_transfer_config.engine_id. {_OFF}",
             ) from error
-        self._listener.listen(sharing.ranks)
         self._listener.settimeout(0.2)
         self._thread = threading.Thread(target=self._serve, name="kvoffload-share", daemon=True)
         self._thread.start()
@@ -124,43 +150,38 @@ class Offer:
         self._thread.join()
 
     def _serve(self) -> None:
-        with self._listener:
-            while self._left > 0 and not self._closing.is_set():
-                try:
-                    connection, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    break
-                with connection:
-                    if _user(connection) != os.getuid():
-                        continue
-                    try:
-                        connection.settimeout(5.0)
-                        socket.send_fds(connection, [self._message], [self._descriptor])
-                        self._left -= 1
-                    except OSError:
-                        continue  # it comes again, if it still wants it
-        os.close(self._descriptor)
+        try:
+            with self._listener:
+                while self._missing and not self._closing.is_set():
+                    # Who does not get it comes again, if it still wants it.
+                    with contextlib.suppress(OSError, struct.error):
+                        connection, _ = self._listener.accept()
+                        with connection:
+                            self._give(connection)
+        finally:
+            os.close(self._descriptor)
+
+    def _give(self, connection: socket.socket) -> None:
+        if not _is_ours(connection):
+            return
+        connection.settimeout(_ANSWER_S)
+        (rank,) = struct.unpack("i", connection.recv(4))
+        if rank not in self._missing:
+            return
+        socket.send_fds(connection, [self._message], [self._descriptor])
+        if connection.recv(1) == b"k":
+            self._missing.discard(rank)
 
 
-def _receive(address: str, timeout_s: float) -> tuple[str, int]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout_s)
-        connection.connect(address)
-        if _user(connection) != os.getuid():
-            raise PermissionError("its socket belongs to another user")
-        message, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_SHAPE, 1)
-        if len(descriptors) != 1:
-            raise ConnectionError("it was not sent")
-        os.set_inheritable(descriptors[0], False)
-        return message.decode(), descriptors[0]
+def _message(shape: str) -> bytes:
+    """A shape's digest, and its beginning for people."""
+    return hashlib.sha256(shape.encode()).digest() + shape[:300].encode()
 
 
-def _user(connection: socket.socket) -> int:
-    """User of the process at the other end."""
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this user, and to no other namespace."""
     size = struct.calcsize("3i")
-    _, user, _ = struct.unpack(
+    process, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     )
-    return int(user)
+    return bool(process != 0 and user == os.getuid())

@@ -30,7 +30,8 @@ class KvOffloadSpec(OffloadingSpec):
         config: vLLM's `OffloadingConfig` (from 0.26), or its `VllmConfig`.
         kv_cache_config: vLLM's `KVCacheConfig` (up to 0.24).
         pipeline_stages: whoever makes it sees to it that all stages agree on the capacity.
-        replicated: all ranks hold the same KV, also where `config` cannot say so (0.26, 0.28).
+        replicated: all ranks hold the same KV, and whoever makes it sees to it that no rank stores
+            to a slot that another still reads.
 
     Raises:
         ConfigError: a setting is wrong, misspelt or not supported.
@@ -72,7 +73,8 @@ class KvOffloadSpec(OffloadingSpec):
         chunk = compat.blocks_per_chunk(
             facts, config, settings.block_size, settings.blocks_per_chunk
         )
-        shared = settings.share_replicated_kv and (replicated or facts.replicated)
+        # The driver's own memory cannot be shared.
+        shared = settings.share_replicated_kv and replicated and settings.pinning != "allocate"
         self._sharing = Sharing(facts.engine_id, facts.rank, facts.world_size) if shared else None
         self._capacity = plan_capacity(
             settings.cpu_bytes,

@@ -151,7 +151,7 @@ class RankTransfers:
         if sharing is not None and not sharing.reads_only:
             try:
                 self._offer = Offer(sharing, self._core.take_region_fd(), shape)
-            except ConfigError:
+            except BaseException:
                 self.shutdown()
                 raise
         compat.logger.info("kvoffload: rank %d: %s", rank, self._core.describe())
@@ -220,9 +220,10 @@ class RankTransfers:
         Job, whether it is a store, bytes, seconds, and the error; None if every byte arrived.
         A transfer is reported here or by `finished`, once.
         """
-        left, self._left_to_others = self._left_to_others, []
         try:
-            return [(job, True, 0, 0.0, None) for job in left] + self._core.take_outcomes()
+            ended = self._core.take_outcomes()
+            left, self._left_to_others = self._left_to_others, []
+            return [(job, True, 0, 0.0, None) for job in left] + ended
         finally:
             self._say()
 

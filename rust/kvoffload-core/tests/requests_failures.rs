@@ -180,6 +180,23 @@ fn what_a_window_left_is_not_stored_once_another_request_has_it() {
 }
 
 #[test]
+fn nothing_is_stored_to_slots_that_a_reset_freed_while_a_rank_still_loads_from_them() {
+    let mut bench = eager(4);
+    bench.fill(1, 2);
+    let loader = bench.add("loader", 1, 2);
+    assert_eq!(bench.lookup(loader, 40), Lookup::Tokens(32, None));
+    bench.load(loader, &[&[1, 2]], 32);
+    let load = bench.one_load();
+    bench.requests.reset(true);
+    let other = bench.add("other", 2, 3);
+    bench.run(other, &[&[3, 4, 5]], 48);
+    assert!(bench.orders().stores.is_empty());
+    assert!(bench.end(&load, true).void);
+    bench.requests.store(other, 48).unwrap();
+    assert_eq!(bench.one_store().slots.len(), 3, "offered again");
+}
+
+#[test]
 fn a_reset_voids_what_is_under_way_and_stores_nothing_computed_before() {
     let mut bench = eager(8);
     bench.fill(1, 2);

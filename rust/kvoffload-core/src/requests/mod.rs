@@ -63,6 +63,10 @@ pub struct Requests {
     /// Working memory, so that a step allocates little.
     prepared: Prepared,
     slots: Vec<Slot>,
+    /// Loads that a reset has voided and that some rank may still make. It has freed their slots, so
+    /// until they are over nothing is stored: a rank orders its own copies, but of ranks that share
+    /// memory one may store while another still reads.
+    void_loads: usize,
 }
 
 impl Requests {
@@ -88,6 +92,7 @@ impl Requests {
             stats: RequestStats::default(),
             pace: Pace::default(),
             prepared: Prepared::default(),
+            void_loads: 0,
             slots: Vec::new(),
             config,
         })
@@ -144,6 +149,7 @@ impl Requests {
         self.jobs.void_all();
         self.table.taint();
         let under_way = loads.len();
+        self.void_loads += under_way;
         if fail_loads {
             self.orders.void.extend(loads);
             self.orders.void.sort_unstable();

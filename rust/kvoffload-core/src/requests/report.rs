@@ -59,6 +59,9 @@ impl Requests {
             JobKind::Store => &mut self.stats.stores,
             JobKind::Load => &mut self.stats.loads,
         };
+        if job.void && job.kind == JobKind::Load {
+            self.void_loads -= 1;
+        }
         let chunks = body.keys().count();
         match (job.void, failed) {
             (true, _) => counts.voided += 1,

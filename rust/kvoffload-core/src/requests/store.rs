@@ -101,6 +101,9 @@ impl Requests {
         let Some(state) = self.table.get(id) else {
             return Ok(());
         };
+        if self.void_loads > 0 {
+            return Ok(());
+        }
         let is_full = || self.manager.room(state.room()) == 0;
         if state.refused && !state.finished && is_full() {
             return Ok(());
