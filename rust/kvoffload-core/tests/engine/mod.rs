@@ -288,6 +288,9 @@ impl Engine {
             let slots = order.slots.to_vec();
             let expected = !self.shrunk.remove(&order.id.0) && order.id.0 >= self.valid_from;
             assert!(!order.is_hollow() || !expected, "what hits can be loaded");
+            if order.is_hollow() {
+                self.hollowed(order.id, &order.request);
+            }
             let distinct: HashSet<_> = slots.iter().collect();
             assert_eq!(distinct.len(), slots.len());
             for other in self.live.values().filter(|other| !other.void) {

@@ -13,7 +13,7 @@ impl Engine {
     pub(crate) fn longest(&self, at: usize, local: u64) -> u64 {
         let request = &self.requests[at];
         let total = request.known();
-        if request.about.skip_load {
+        if request.about.skip_load || request.hollow {
             return local;
         }
         let keys = self.offload.manager().dump().keys;

@@ -37,6 +37,8 @@ pub(crate) struct Request {
     pub(crate) tables: Vec<Vec<u32>>,
     /// Of the weights with which all of its KV was computed; `None`: of several.
     pub(crate) epoch: Option<u32>,
+    /// It got a load that cannot be made, so it loads nothing any more.
+    pub(crate) hollow: bool,
 }
 
 impl Request {
@@ -97,6 +99,7 @@ impl Engine {
             status: Status::Waiting,
             tables: vec![Vec::new(); self.groups.len()],
             epoch: None,
+            hollow: false,
         });
         let at = self.requests.len() - 1;
         for position in 0..prompt {
@@ -292,6 +295,16 @@ impl Engine {
                     self.gpu.cache(block, (group, end));
                 }
             }
+        }
+    }
+
+    /// A request got a load that cannot be made.
+    pub(crate) fn hollowed(&mut self, job: JobId, name: &str) {
+        let mut requests = self.requests.iter_mut();
+        if let Some(request) = requests.find(|request| request.name == name)
+            && job.0 >= request.first_job
+        {
+            request.hollow = true;
         }
     }
 
