@@ -168,6 +168,7 @@ class Requests:
         blocks_per_chunk: int,
         tokens_per_hash: int,
         num_ranks: int = 1,
+        one_region: bool = False,
         prompt_only: bool = True,
         share_loads: bool = True,
         defer_deadline_s: float = 2.0,
@@ -187,6 +188,7 @@ class Requests:
             blocks_per_chunk: GPU blocks in a chunk.
             tokens_per_hash: tokens that one block hash covers.
             num_ranks: ranks that report each job.
+            one_region: the ranks share one host region, to which one of them stores for all.
             prompt_only: store prompts only.
             share_loads: a request waits while another one loads what it needs.
             defer_deadline_s: the longest that a request is put off.

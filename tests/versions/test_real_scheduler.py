@@ -56,6 +56,9 @@ OUR_SCENARIOS = (
     "ends_with_slow_copies",
     "chunked_local",
     "other_block_sizes",
+    "replicated",
+    "replicated_with_failures",
+    "replicated_with_resets",
     "deferral_with_deadline",
     "all_wait_for_each_other",
 )
@@ -79,12 +82,12 @@ def driven(vllm_release: Callable[[str], Path]) -> Iterator[Callable[[str, str, 
     kept: dict[tuple[str, str, int], Future[Results]] = {}
 
     def run(connector: str, version: str, blocks_per_chunk: int, folder: Path) -> Results:
-        arguments = [*CONNECTORS[connector][1], "--connector", connector]
-        arguments += ["--blocks-per-chunk", str(blocks_per_chunk)]
+        arguments = ["--connector", connector, "--blocks-per-chunk", str(blocks_per_chunk)]
         path = [folder, *STUBBED.get(version, [])]
         result = run_module("support.rig.drive", arguments, path=path)
         assert result["version"].startswith(version), result["version"]
         scenarios: Results = result["scenarios"]
+        assert list(scenarios) == list(CONNECTORS[connector][1]), "the lists above are not right"
         return scenarios
 
     def drive(connector: str, version: str, blocks_per_chunk: int) -> Results:

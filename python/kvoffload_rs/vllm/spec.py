@@ -125,6 +125,11 @@ class KvOffloadSpec(OffloadingSpec):
         return self._settings
 
     @property
+    def shares_region(self) -> bool:
+        """Whether the ranks share one host region."""
+        return self._sharing is not None
+
+    @property
     def facts(self) -> compat.EngineFacts:
         """What is known of the engine."""
         return self._facts

@@ -181,7 +181,10 @@ fn what_a_window_left_is_not_stored_once_another_request_has_it() {
 
 #[test]
 fn nothing_is_stored_to_slots_that_a_reset_freed_while_a_rank_still_loads_from_them() {
-    let mut bench = eager(4);
+    let mut bench = Bench::with(4, &[FULL], |config, _| {
+        config.share_loads = false;
+        config.one_region = true;
+    });
     bench.fill(1, 2);
     let loader = bench.add("loader", 1, 2);
     assert_eq!(bench.lookup(loader, 40), Lookup::Tokens(32, None));

@@ -146,6 +146,7 @@ fn setup(kind: u64, random: &mut Random) -> Setup {
         ranks: 1 + random.below(3) as u32,
         blocks: (least + random.below(2 * least)) as u32,
         slots: 4 + random.below(60) as u32,
+        one_region: random.chance(30),
         prompt_only: random.chance(40),
         share_loads: random.chance(60),
         arc: random.chance(30),

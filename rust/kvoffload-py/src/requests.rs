@@ -55,7 +55,7 @@ pub(crate) struct Requests {
 impl Requests {
     #[new]
     #[pyo3(signature = (groups, *, num_slots, blocks_per_chunk, tokens_per_hash, num_ranks = 1,
-        prompt_only = true, share_loads = true, defer_deadline_s = 2.0, max_jobs = 4096,
+        one_region = false, prompt_only = true, share_loads = true, defer_deadline_s = 2.0, max_jobs = 4096,
         policy = "lru", events = false, store_threshold = 0, max_tracker_size = 64_000,
         write_deadline_s = 600.0))]
     #[expect(
@@ -69,6 +69,7 @@ impl Requests {
         blocks_per_chunk: u32,
         tokens_per_hash: u32,
         num_ranks: u32,
+        one_region: bool,
         prompt_only: bool,
         share_loads: bool,
         defer_deadline_s: f64,
@@ -104,6 +105,7 @@ impl Requests {
             blocks_per_chunk,
             tokens_per_hash,
             num_ranks,
+            one_region,
             max_jobs,
             prompt_only,
             share_loads,

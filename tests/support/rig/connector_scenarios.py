@@ -236,6 +236,32 @@ def replicated_with_failures(settings: Settings) -> dict[str, Any]:
     return replicated(settings, rank_faults=faults)
 
 
+def replicated_with_resets(settings: Settings) -> dict[str, Any]:
+    """The memory of both ranks is emptied under loads, of which one rank's take much longer.
+
+    Requests that end meanwhile leave nothing behind: what the first rank stored to a slot then, the
+    other might still read.
+    """
+    slow = {"seed": 3, "max_delay_us": 30_000}
+    rig = make_rig(
+        settings, 12, slow=True, num_blocks=40, ranks=2, groups=LATENT, rank_faults={1: slow}
+    )
+    for turn in range(6):
+        rig.run(f"{turn}.store", prompt(f"p{turn}", 6))
+        rig.forget_gpu()
+        loads = rig.totals.loads
+        rig.add(f"{turn}.load", prompt(f"p{turn}", 6))
+        rig.step()
+        assert rig.totals.loads == loads + 1
+        rig.scheduler.reset_connector_cache()
+        for i in range(3):
+            rig.add(f"{turn}.{i}", prompt(f"q{turn}.{i}", 6))
+            rig.step()
+        rig.drain()
+    check_it_still_works(rig)
+    return end(rig)
+
+
 def deferral_with_deadline(settings: Settings) -> dict[str, Any]:
     """The chunks that a request waits for are not there in time: it computes."""
     rig = make_rig(
@@ -301,6 +327,7 @@ OURS: dict[str, Callable[[Settings], dict[str, Any]]] = {
         other_block_sizes,
         replicated,
         replicated_with_failures,
+        replicated_with_resets,
         deferral_with_deadline,
         all_wait_for_each_other,
     )

@@ -8,12 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 import traceback
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+#: A scenario takes a second or two; one that waits for ever must not take the others with it.
+LIMIT_S = 120
+
+
+def give_up(_signal: int, _frame: object) -> None:
+    """Ends the scenario that runs."""
+    raise TimeoutError(f"the scenario has not ended within {LIMIT_S} s")
 
 
 def main() -> None:
@@ -37,16 +46,20 @@ def main() -> None:
         arguments.spec_module,
         arguments.connector,
     )
+    signal.signal(signal.SIGALRM, give_up)
     known = SCENARIOS | OURS if settings.ours else SCENARIOS
     results: dict[str, object] = {}
     for name in arguments.scenarios or known:
         start = time.monotonic()
+        signal.alarm(LIMIT_S)
         try:
             results[name] = {"figures": known[name](settings)}
         except Skipped as reason:
             results[name] = {"skipped": str(reason)}
         except Exception:
             results[name] = {"error": traceback.format_exc()}
+        finally:
+            signal.alarm(0)
         results[name]["seconds"] = round(time.monotonic() - start, 2)
     print("RESULT " + json.dumps({"version": versions.vllm.__version__, "scenarios": results}))
 

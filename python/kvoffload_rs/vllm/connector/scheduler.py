@@ -50,6 +50,7 @@ class SchedulerSide:
             "blocks_per_chunk": spec.chunk,
             "tokens_per_hash": per_hash,
             "num_ranks": facts.world_size,
+            "one_region": spec.shares_region,
             "prompt_only": settings.offload_prompt_only,
             # What another request loads is in the GPU's prefix cache afterwards, if there is one.
             "share_loads": bool(vllm_config.cache_config.enable_prefix_caching),

@@ -45,6 +45,8 @@ pub struct RequestsConfig {
     pub tokens_per_hash: u32,
     /// Ranks that report each job.
     pub num_ranks: u32,
+    /// The ranks share one host region, to which one of them stores for all.
+    pub one_region: bool,
     /// No store is begun while so many jobs are under way.
     pub max_jobs: usize,
     /// Store a request's prompt only, not what it generates.
@@ -66,6 +68,7 @@ impl RequestsConfig {
             blocks_per_chunk: 1,
             tokens_per_hash: group.tokens_per_block,
             num_ranks: 1,
+            one_region: false,
             max_jobs: 1 << 12,
             prompt_only: true,
             share_loads: true,

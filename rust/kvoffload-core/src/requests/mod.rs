@@ -63,9 +63,9 @@ pub struct Requests {
     /// Working memory, so that a step allocates little.
     prepared: Prepared,
     slots: Vec<Slot>,
-    /// Loads that a reset has voided and that some rank may still make. It has freed their slots, so
-    /// until they are over nothing is stored: a rank orders its own copies, but of ranks that share
-    /// memory one may store while another still reads.
+    /// Loads that a reset has voided and that some rank may still make. It has freed their slots. A
+    /// rank orders its own copies, but of ranks that share one region one may store to a slot while
+    /// another still reads it: those store nothing until such loads are over.
     void_loads: usize,
 }
 

@@ -101,7 +101,7 @@ impl Requests {
         let Some(state) = self.table.get(id) else {
             return Ok(());
         };
-        if self.void_loads > 0 {
+        if self.config.one_region && self.void_loads > 0 {
             return Ok(());
         }
         let is_full = || self.manager.room(state.room()) == 0;

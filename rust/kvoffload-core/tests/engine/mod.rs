@@ -42,6 +42,7 @@ pub(crate) struct Setup {
     pub(crate) groups: Vec<GroupConfig>,
     pub(crate) blocks_per_chunk: u32,
     pub(crate) ranks: u32,
+    pub(crate) one_region: bool,
     pub(crate) blocks: u32,
     pub(crate) slots: u32,
     pub(crate) prompt_only: bool,
@@ -115,6 +116,7 @@ impl Engine {
             blocks_per_chunk: setup.blocks_per_chunk,
             tokens_per_hash: unit,
             num_ranks: setup.ranks,
+            one_region: setup.one_region,
             max_jobs: setup.max_jobs,
             prompt_only: setup.prompt_only,
             share_loads: setup.share_loads,
@@ -293,8 +295,11 @@ impl Engine {
             }
             let distinct: HashSet<_> = slots.iter().collect();
             assert_eq!(distinct.len(), slots.len());
-            for other in self.live.values().filter(|other| !other.void) {
-                if other.kind == JobKind::Store || order.kind == JobKind::Store {
+            for other in self.live.values() {
+                let stores = other.kind == JobKind::Store || order.kind == JobKind::Store;
+                // A rank orders a job after those that a reset has voided, but only its own.
+                let read_by_others = self.setup.one_region && other.kind == JobKind::Load;
+                if stores && (!other.void || read_by_others) {
                     assert!(!other.slots.iter().any(|slot| slots.contains(slot)));
                 }
             }
