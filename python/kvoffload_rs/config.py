@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvoffload_rs.errors import CapacityError, ConfigError
@@ -53,7 +53,8 @@ CUDA_FAULT_KEYS = frozenset(
         "keep_capture_mode",
     }
 )
-FAULT_KEYS = HOST_FAULT_KEYS | CUDA_FAULT_KEYS
+#: `rank`: the others make none.
+FAULT_KEYS = HOST_FAULT_KEYS | CUDA_FAULT_KEYS | {"rank"}
 
 #: Keys that `Settings.parse` reads. Some are vLLM's too, which reads them itself.
 OUR_KEYS = frozenset(
@@ -143,6 +144,12 @@ class Settings:
     pinning: str = "register"
     share_replicated_kv: bool = True
     fault_injection: Mapping[str, Any] | None = None
+
+    def on_rank(self, rank: int) -> Settings:
+        """The settings of one rank: they differ in the faults that it injects."""
+        faults = dict(self.fault_injection or {})
+        here = faults.pop("rank", rank) == rank
+        return replace(self, fault_injection=faults if faults and here else None)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], memory: MemoryLimit | None = None) -> Settings:

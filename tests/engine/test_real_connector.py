@@ -237,14 +237,16 @@ def test_engine_in_its_own_process(run_engine: RunEngine) -> None:
 
 
 def test_tensor_parallel(run_engine: RunEngine) -> None:
-    """Two workers, each with half of the heads and its own region; loads that fail, too."""
+    """Two workers, each with half of the heads and its own region; on one of them loads fail."""
     case = replace(ROUNDS, own_process=True, engine=ROOM | {"tensor_parallel_size": 2})
-    run = run_engine(case, PLENTY | faults(max_delay_us=3000, fail_every_load=7), CONNECTOR)
+    on_one = faults(rank=1, max_delay_us=3000, fail_every_load=3, fail_every_store=5)
+    run = run_engine(case, PLENTY | on_one, CONNECTOR)
     # The sums of two halves are not those of the whole, but no token is so close.
     assert_same(run, run_engine(ROUNDS, None))
     metrics = run.metrics
     assert metrics["vllm:kvoffload_loads_done"] > 0
     assert metrics["vllm:kvoffload_loads_failed"] > 0
+    assert metrics["vllm:kvoffload_stores_failed"] > 0
     assert metrics["vllm:kvoffload_stray_reports"] == 0
     assert metrics["vllm:kvoffload_pool_pinned"] == 0
     assert metrics["vllm:kvoffload_pool_writing"] == 0

@@ -127,6 +127,10 @@ def test_fault_injection_as_json() -> None:
         "stall_job": 3
     }
     assert Settings.parse({"fault_injection": {}}).fault_injection is None
+    one_rank = Settings.parse({"fault_injection": {"rank": 1, "fail_every_load": 2}})
+    assert one_rank.on_rank(1).fault_injection == {"fail_every_load": 2}
+    assert one_rank.on_rank(0).fault_injection is None
+    assert Settings().on_rank(0) == Settings()
     assert Settings.parse({"fault_injection": ""}).fault_injection is None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvoffload_rs import _core
 from kvoffload_rs.errors import CapacityError, ConfigError, RequestError
+from kvoffload_rs.vllm import compat
 from kvoffload_rs.vllm.connector.events import to_vllm
 from kvoffload_rs.vllm.connector.facts import GroupFacts, check_states, group_facts
 from kvoffload_rs.vllm.connector.messages import Moved, Order, RankFacts, Reports, StepOrders
@@ -118,6 +119,16 @@ def test_states_must_end_with_their_blocks(
     with pytest.raises(ConfigError, match="group 1") as caught:
         check_states(groups, tokens_per_hash, speculative)
     assert caught.value.field == field
+
+
+def test_states_are_refused_where_vllm_continues_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = [GroupFacts(0, 16, "full", 0, False), GroupFacts(1, 16, "state", 0, False)]
+    monkeypatch.setattr(compat, "CONTINUES_WITHOUT_STATE", True)
+    check_states(groups[:1], 16, False)
+    with pytest.raises(ConfigError, match=r"states that it does not have.*vLLM 0\.28"):
+        check_states(groups, 16, False)
 
 
 def test_a_group_that_cannot_be_found_again_is_refused() -> None:

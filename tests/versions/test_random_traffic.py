@@ -19,7 +19,7 @@ STEPS = int(os.environ.get("KVOFFLOAD_FUZZ_STEPS", "10000"))
 WANTED = (
     *("preemptions", "flushes", "deadlines", "deferred_writing", "deferred_loading"),
     *("loads_done", "loads_failed", "loads_voided", "stores_done", "stores_failed"),
-    *("full", "hybrid", "local", "uneven", "2 ranks", "ahead"),
+    *("full", "hybrid", "local", "uneven", "latent", "states", "2 ranks", "ahead"),
 )
 SEED = int(os.environ.get("KVOFFLOAD_FUZZ_SEED", "0"))
 

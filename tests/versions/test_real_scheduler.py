@@ -56,6 +56,8 @@ OUR_SCENARIOS = (
     "ends_with_slow_copies",
     "chunked_local",
     "other_block_sizes",
+    "states",
+    "states_async",
     "replicated",
     "replicated_with_failures",
     "replicated_with_resets",

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import vllm
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_offload import base
 
 from kvoffload_rs.errors import ConfigError
@@ -72,6 +74,13 @@ HAS_REQUEST_END = hasattr(base.OffloadingManager, "on_request_finished")
 #: with every lookup and store. Counting both would make one request look like many to ARC, so the
 #: touches are dropped. 0.21 has nothing but touches, and from 0.32 no connector touches.
 DROP_TOUCHES = HAS_REQUEST_END and not hasattr(base.ReqContext, "set_offload_key_position")
+
+#: Up to 0.26, and maybe 0.27, a model with Mamba layers that has any KV connector is continued from
+#: the attention layers' local hit, whether there is a state at its end or not: wrong tokens, though
+#: the connector loads nothing. Later releases fall back to what all groups have.
+CONTINUES_WITHOUT_STATE = hasattr(
+    HybridKVCacheCoordinator, "find_longest_cache_hit_per_group"
+) and not hasattr(KVCacheManager, "get_computed_blocks_for_connector")
 
 
 def request_context() -> Any:

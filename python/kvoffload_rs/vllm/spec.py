@@ -202,7 +202,7 @@ class KvOffloadSpec(OffloadingSpec):
                 rank=self._facts.rank,
                 capacity=self._capacity,
                 blocks_per_chunk=self._chunk,
-                settings=self._settings,
+                settings=self._settings.on_rank(self._facts.rank),
                 sharing=self._sharing,
             )
         return self._transfers

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvoffload_rs.errors import ConfigError
+
 from .kit import (
     BLOCK,
     HYBRID,
     LATENT,
     LOCAL,
+    MAMBA,
     SLOW_COPIES,
     UNEVEN,
     Settings,
+    Skipped,
     check_it_still_works,
     end,
     make_rig,
     prompt,
 )
 from .rig import Rig
-from .versions import CAN_RECOMPUTE_HYBRID, VERSION_TEXT
+from .versions import CAN_KEEP_STATES, CAN_RECOMPUTE_HYBRID, VERSION_TEXT
 
 
 def counts_of(rig: Rig) -> dict[str, int]:
@@ -212,6 +216,42 @@ def other_block_sizes(settings: Settings, **more: Any) -> dict[str, Any]:
     return end(rig)
 
 
+def states(settings: Settings, **more: Any) -> dict[str, Any]:
+    """A full group, and one that keeps the state after each block (Mamba)."""
+    refusal = None
+    if not CAN_KEEP_STATES:
+        refusal = "continues such models from states that it does not have"
+    elif settings.blocks_per_chunk > 1:
+        refusal = "of which a chunk of several blocks would hold holes"
+    if refusal is not None:
+        try:
+            make_rig(settings, 8, groups=MAMBA)
+        except ConfigError as error:
+            assert refusal in str(error), error
+            raise Skipped(f"refused, as it should be: {refusal}") from error
+        raise AssertionError("the connector should refuse Mamba here")
+    rig = make_rig(settings, 96, slow=True, num_blocks=60, groups=MAMBA, **more)
+    first = prompt("a", 12)
+    tokens = rig.run("a", first)
+    rig.forget_gpu()
+    assert rig.run("b", first) == tokens
+    assert rig.totals.loaded_blocks >= 12, rig.totals
+    for name in "cd":
+        for i in range(5):
+            text = first[: (2 + 2 * i) * BLOCK] + prompt(f"own{i}", 3)
+            rig.add(f"{name}{i}", text, max_tokens=40)
+            rig.step()
+        rig.drain()
+        rig.forget_gpu()
+    assert rig.totals.preemptions > 0, rig.totals
+    return end(rig)
+
+
+def states_async(settings: Settings) -> dict[str, Any]:
+    """The same with the scheduler that runs one step ahead."""
+    return states(settings, async_scheduling=True)
+
+
 def replicated(settings: Settings, **more: Any) -> dict[str, Any]:
     """MLA on two ranks: the memory holds each chunk once, and the first rank alone has stored it.
 
@@ -325,6 +365,8 @@ OURS: dict[str, Callable[[Settings], dict[str, Any]]] = {
         ends_with_slow_copies,
         chunked_local,
         other_block_sizes,
+        states,
+        states_async,
         replicated,
         replicated_with_failures,
         replicated_with_resets,

@@ -27,7 +27,8 @@ class Group:
 
     ``window``: the last so many tokens. ``local``: those since the last multiple of it. Otherwise
     all. ``block_size``: tokens of its blocks, if they are not the engine's. ``latent``: MLA, whose
-    KV is the same on all ranks.
+    KV is the same on all ranks. ``state``: Mamba with aligned states, where a block holds what is
+    left of all tokens up to the last one that a step has computed.
     """
 
     layers: list[str]
@@ -35,6 +36,7 @@ class Group:
     local: int | None = None
     block_size: int | None = None
     latent: bool = False
+    state: bool = False
 
     def first_read(self, position: int) -> int:
         """The first token that the one at ``position`` attends to."""
@@ -101,6 +103,9 @@ class FakeModel:
             raise AssertionError(f"{request_id}: token {end} computed before it was sampled")
         self._extend(tokens, end)
         for group, group_blocks in zip(self.groups, blocks, strict=True):
+            if group.state:
+                self._advance(rank, request_id, group, group_blocks, computed, end)
+                continue
             first = group.first_read(computed)
             self._check(rank, request_id, group, group_blocks, first, computed)
             self._write(rank, request_id, group, group_blocks, computed, end)
@@ -169,6 +174,24 @@ class FakeModel:
                     f"first at token {at} (layer {layer}, rank {rank}, block "
                     f"{blocks[at // size]}, weights {self.weights})"
                 )
+
+    def _advance(
+        self, rank: int, request_id: str, group: Group, blocks: list[int], computed: int, end: int
+    ) -> None:
+        """Reads the state after the first ``computed`` tokens, and writes that after ``end``."""
+        tokens, size = self.requests[request_id], group.block_size or self.block_size
+        for layer, page in zip(group.layers, self.pages[rank], strict=True):
+            row_bytes, whose = page.shape[1], _whose(group, layer, rank)
+            if computed:
+                block = blocks[(computed - 1) // size]
+                state = self._pattern(tokens, computed - 1, computed, whose, row_bytes)
+                self.rows_checked += 1
+                if (page[block] != state[0]).any():
+                    raise WrongBytes(
+                        f"{request_id}: another state than that after {computed} tokens (layer "
+                        f"{layer}, rank {rank}, block {block}, weights {self.weights})"
+                    )
+            page[blocks[(end - 1) // size]] = self._pattern(tokens, end - 1, end, whose, row_bytes)
 
     def _write(
         self, rank: int, request_id: str, group: Group, blocks: list[int], first: int, end: int

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from . import versions
-from .kit import BLOCK, FULL, HYBRID, LATENT, LOCAL, UNEVEN, Settings, end, make_rig, prompt
+from .kit import BLOCK, FULL, HYBRID, LATENT, LOCAL, MAMBA, UNEVEN, Settings, end, make_rig, prompt
 from .planned import Fate, PlannedTransfers
 from .rig import Rig
 
@@ -29,6 +29,7 @@ GROUPS = {
     "local": LOCAL,
     "uneven": UNEVEN,
     "latent": LATENT,
+    "states": MAMBA,
 }
 #: Of one random engine.
 LEAST_OPS, MOST_OPS = 30, 70
@@ -50,7 +51,11 @@ class Engine:
 
 
 #: KV groups, blocks per chunk, ranks, a scheduler that runs ahead: all of them, one after another.
-KINDS = list(itertools.product(GROUPS, (1, 2), (1, 2), (False, True)))
+KINDS = [
+    kind
+    for kind in itertools.product(GROUPS, (1, 2), (1, 2), (False, True))
+    if kind[0] != "states" or (kind[1] == 1 and versions.CAN_KEEP_STATES)
+]
 
 
 def engines(

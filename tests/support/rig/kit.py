@@ -20,6 +20,7 @@ FULL = Group(["full.0", "full.1"])
 HYBRID = [FULL, Group(["slide.0", "slide.1"], window=3 * BLOCK)]
 LOCAL = [FULL, Group(["local.0", "local.1"], local=4 * BLOCK)]
 LATENT = [Group(["latent.0", "latent.1"], latent=True)]
+MAMBA = [FULL, Group(["state.0", "state.1"], state=True)]
 UNEVEN = [FULL, Group(["slide.0", "slide.1"], window=4 * BLOCK, block_size=2 * BLOCK)]
 
 

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -47,6 +48,8 @@ KEEPS_STEPPING = VERSION >= (0, 24)  # the connector can ask for steps while cop
 # 0.21 asserts that what a sliding window has freed is still counted as computed.
 CAN_CHURN_HYBRID = VERSION >= (0, 24)
 CAN_RECOMPUTE_HYBRID = VERSION >= (0, 30)  # workers name the requests whose loads failed
+# 0.26 continues from states that it does not have (`compat.CONTINUES_WITHOUT_STATE`).
+CAN_KEEP_STATES = VERSION >= (0, 28)
 VERSION_TEXT = vllm.__version__
 MAX_MODEL_LEN = 1024
 OUR_CONNECTOR = "KvOffloadConnector"
@@ -90,6 +93,8 @@ def make_vllm_config(
     written.write_text(json.dumps(_MODEL))
     written.replace(model_dir / "config.json")
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
+    # For models without states it means nothing.
+    cache.mamba_cache_mode, cache.mamba_block_size = "align", block_size
     if hasattr(cache, "kv_cache_layout"):
         cache.kv_cache_layout = "LBHNC"
     config = VllmConfig(
@@ -149,6 +154,11 @@ def make_kv_cache_config(
         if group.latent:
             latent = dict(num_kv_heads=1, head_size=4 * head_size)  # one vector for K and V
             return MLAAttentionSpec(**(common | latent))
+        if group.state:
+            page = FullAttentionSpec(**common).page_size_bytes
+            shapes, dtypes = ((page // 2,),), (torch.float16,)
+            mode = dict(mamba_cache_mode="align")
+            return MambaSpec(block_size=size, shapes=shapes, dtypes=dtypes, **mode)
         if group.local is not None:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.local)
         return FullAttentionSpec(**common)
@@ -191,8 +201,17 @@ def make_device_memory(
         storages = list(backing.unbind(0))
     else:  # one allocation per layer
         storages = [torch.zeros(num_blocks, page, dtype=torch.int8) for _ in range(depth)]
+
+    def as_vllm(group: Group, storage: torch.Tensor) -> Any:
+        if group.state:
+            state = storage.view(torch.float16)
+            if VERSION < (0, 28):
+                return [state]
+            return storage if VERSION < (0, 30) else state
+        return storage.view(torch.float16).view(num_blocks, 2, group.block_size or block_size, -1)
+
     layers = {
-        layer: storage.view(torch.float16).view(num_blocks, 2, group.block_size or block_size, -1)
+        layer: as_vllm(group, storage)
         for group in groups
         for layer, storage in zip(group.layers, storages, strict=True)
     }

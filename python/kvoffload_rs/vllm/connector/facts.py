@@ -8,6 +8,7 @@ from typing import Any, Literal
 from vllm.v1 import kv_cache_interface as kv
 
 from kvoffload_rs.errors import ConfigError
+from kvoffload_rs.vllm import compat
 
 Span = Literal["full", "window", "local", "state"]
 
@@ -68,11 +69,19 @@ def check_states(groups: list[GroupFacts], tokens_per_hash: int, speculative: bo
     decoding, vLLM (from 0.30) keeps states of other lengths in blocks of the same table.
 
     Raises:
-        ConfigError: there is such a group.
+        ConfigError: there is such a group, or this vLLM is wrong with any connector.
     """
     states = [group for group in groups if group.span == "state"]
     if not states:
         return
+    if compat.CONTINUES_WITHOUT_STATE:
+        raise ConfigError(
+            f"KV group {states[0].group_id} keeps states (Mamba), and vLLM {compat.version_text()} "
+            "continues such models from states that it does not have when there is a KV connector, "
+            "whichever it is: wrong tokens",
+            field="kv_connector",
+            hint="Use vLLM 0.28 or later, or no KV connector for this model.",
+        )
     hint = "Use KvOffloadSpec for this model, or leave out that setting."
     if speculative:
         raise ConfigError(
