@@ -53,7 +53,7 @@ CUDA_FAULT_KEYS = frozenset(
         "keep_capture_mode",
     }
 )
-#: `rank`: the others make none.
+#: With `rank`, only that rank injects them.
 FAULT_KEYS = HOST_FAULT_KEYS | CUDA_FAULT_KEYS | {"rank"}
 
 #: Keys that `Settings.parse` reads. Some are vLLM's too, which reads them itself.

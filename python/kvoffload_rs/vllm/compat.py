@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import vllm
-from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_offload import base
 
 from kvoffload_rs.errors import ConfigError
@@ -75,12 +73,19 @@ HAS_REQUEST_END = hasattr(base.OffloadingManager, "on_request_finished")
 #: touches are dropped. 0.21 has nothing but touches, and from 0.32 no connector touches.
 DROP_TOUCHES = HAS_REQUEST_END and not hasattr(base.ReqContext, "set_offload_key_position")
 
-#: Up to 0.26, and maybe 0.27, a model with Mamba layers that has any KV connector is continued from
-#: the attention layers' local hit, whether there is a state at its end or not: wrong tokens, though
-#: the connector loads nothing. Later releases fall back to what all groups have.
-CONTINUES_WITHOUT_STATE = hasattr(
-    HybridKVCacheCoordinator, "find_longest_cache_hit_per_group"
-) and not hasattr(KVCacheManager, "get_computed_blocks_for_connector")
+#: In 0.24 and 0.26, a model with Mamba layers beside others that has any KV connector is continued
+#: from the longest local hit of any group, whether there is a state at its end or not. Its tokens
+#: are wrong, though the connector loads nothing. 0.28 and later fall back to what all groups have.
+CONTINUES_WITHOUT_STATE: bool
+try:
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    CONTINUES_WITHOUT_STATE = hasattr(
+        HybridKVCacheCoordinator, "find_longest_cache_hit_per_group"
+    ) and not hasattr(KVCacheManager, "get_computed_blocks_for_connector")
+except ImportError:  # a later release, which calls them otherwise
+    CONTINUES_WITHOUT_STATE = False
 
 
 def request_context() -> Any:

@@ -96,6 +96,12 @@ class KvOffloadSpec(OffloadingSpec):
             if key in facts.extra
         ]
         if settings.fault_injection:
+            if settings.fault_injection.get("rank", 0) >= facts.world_size:
+                raise ConfigError(
+                    f"fault_injection: there is no such rank, the engine has {facts.world_size}",
+                    field="fault_injection",
+                    value=settings.fault_injection["rank"],
+                )
             warnings.append(
                 f"FAULT INJECTION IS ON: {dict(settings.fault_injection)}. Outputs will be wrong "
                 "or the engine will stop. Remove 'fault_injection' outside tests"

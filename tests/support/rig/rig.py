@@ -83,9 +83,10 @@ class Rig:
         rank_faults: dict[int, dict[str, Any]] | None = None,
     ) -> None:
         self.ours = connector == versions.OUR_CONNECTOR
-        self.watch = Watch(ranks) if self.ours else None
         self.repeat_reports = False
         self.groups = groups or [Group(["full.0", "full.1"])]
+        one_region = ranks > 1 and all(group.latent for group in self.groups)
+        self.watch = Watch(ranks, one_region=one_region) if self.ours else None
         self._sizes = [group.block_size or block_size for group in self.groups]
         self.totals = Totals()
         self.finished: dict[str, list[int]] = {}

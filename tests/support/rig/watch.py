@@ -30,8 +30,9 @@ class Job:
 class Watch:
     """The copies under way in one engine."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, one_region: bool) -> None:
         self._ranks = ranks
+        self._one_region = one_region
         self._void_below = 0
         self._seen: set[int] = set()
         self.live: dict[int, Job] = {}
@@ -85,7 +86,9 @@ class Watch:
         job = Job(store, order.request, _set(order.blocks), _set(order.slots))
         job.void = order.job < self._void_below
         for number, other in self.live.items():
-            if not (job.void or other.void) and (store or other.store):
+            # A rank orders a store after the loads that a reset has voided, but only its own ones.
+            read_by_others = self._one_region and store and not other.store
+            if read_by_others or (not (job.void or other.void) and (store or other.store)):
                 clash = job.slots & other.slots
                 assert not clash, f"slots {clash} of job {order.job} are in use by job {number}"
         self.live[order.job] = job

@@ -74,7 +74,7 @@ def check_states(groups: list[GroupFacts], tokens_per_hash: int, speculative: bo
     states = [group for group in groups if group.span == "state"]
     if not states:
         return
-    if compat.CONTINUES_WITHOUT_STATE:
+    if compat.CONTINUES_WITHOUT_STATE and len(groups) > 1:
         raise ConfigError(
             f"KV group {states[0].group_id} keeps states (Mamba), and vLLM {compat.version_text()} "
             "continues such models from states that it does not have when there is a KV connector, "
