@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_engine.written import Weights, write
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,6 @@ def write_latent_model(name: str, parent: Path, *, weights: bool) -> Path:
         The model's folder.
     """
     shape = LATENT_SHAPES[name]
-    folder = parent / f"{name}{'-weights' if weights else ''}"
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -84,62 +83,20 @@ def write_latent_model(name: str, parent: Path, *, weights: bool) -> Path:
         "topk_group": 1,
         "moe_intermediate_size": shape.inner,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "torch_dtype": shape.dtype,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    file = folder / "model.safetensors"
-    if weights and not file.exists():
-        _write_weights(shape, file)
-    return folder
 
-
-def _write_weights(shape: LatentShape, file: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-
-    def random(rows: int, columns: int, std: float | None = None) -> Any:
-        # As in `models`: from an input of variance 1 an output of variance 2.5.
-        weight = torch.randn(rows, columns, generator=generator)
-        return (weight * (std or 1.6 / columns**0.5)).to(dtype)
-
-    def ones(size: int = shape.hidden) -> Any:
-        return torch.ones(size, dtype=dtype)
-
-    queries = shape.heads * (shape.head_dim + shape.rope_dim)
-    values = shape.heads * shape.head_dim
-    state = {
-        "model.embed_tokens.weight": random(shape.vocab, shape.hidden, 1.0),
-        "model.norm.weight": ones(),
-        "lm_head.weight": random(shape.vocab, shape.hidden),
-    }
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        state |= {
-            prefix + "input_layernorm.weight": ones(),
-            prefix + "post_attention_layernorm.weight": ones(),
-            prefix + "self_attn.q_proj.weight": random(queries, shape.hidden),
-            prefix + "self_attn.kv_a_proj_with_mqa.weight": random(
-                shape.latent + shape.rope_dim, shape.hidden
-            ),
-            prefix + "self_attn.kv_a_layernorm.weight": ones(shape.latent),
-            prefix + "self_attn.kv_b_proj.weight": random(2 * values, shape.latent),
-            prefix + "self_attn.o_proj.weight": random(shape.hidden, values),
-            prefix + "mlp.gate_proj.weight": random(shape.inner, shape.hidden),
-            prefix + "mlp.up_proj.weight": random(shape.inner, shape.hidden),
-            prefix + "mlp.down_proj.weight": random(shape.hidden, shape.inner),
+    def attention(make: Weights) -> dict[str, Any]:
+        queries = shape.heads * (shape.head_dim + shape.rope_dim)
+        values = shape.heads * shape.head_dim
+        kept = shape.latent + shape.rope_dim
+        return {
+            "q_proj.weight": make.random(queries, shape.hidden),
+            "kv_a_proj_with_mqa.weight": make.random(kept, shape.hidden),
+            "kv_a_layernorm.weight": make.ones(shape.latent),
+            "kv_b_proj.weight": make.random(2 * values, shape.latent),
+            "o_proj.weight": make.random(shape.hidden, values),
         }
-    partial = file.with_suffix(".partial")
-    save_file(state, str(partial), metadata={"format": "pt"})
-    partial.rename(file)
+
+    folder = parent / f"{name}{'-weights' if weights else ''}"
+    return write(folder, config, attention if weights else None)

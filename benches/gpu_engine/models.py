@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_engine.latent import LATENT_SHAPES, write_latent_model
+from gpu_engine.written import Weights, write
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,6 @@ def write_model(name: str, kv_heads: int, parent: Path, *, weights: bool) -> Pat
     if name in LATENT_SHAPES:
         return write_latent_model(name, parent, weights=weights)
     shape = SHAPES[name]
-    folder = parent / f"{name}-{kv_heads}{'-weights' if weights else ''}"
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -73,59 +71,17 @@ def write_model(name: str, kv_heads: int, parent: Path, *, weights: bool) -> Pat
         "num_key_value_heads": kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "torch_dtype": shape.dtype,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    file = folder / "model.safetensors"
-    if weights and not file.exists():
-        _write_weights(shape, kv_heads, file)
-    return folder
 
-
-def _write_weights(shape: Shape, kv_heads: int, file: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, shape.dtype)
-    # A row of `hidden` such weights turns an input of variance 1 into an output of variance 2.5:
-    # attention then picks out single tokens, so that what is read from the KV cache decides.
-    scale = 1.6 / shape.hidden**0.5
-
-    def random(rows: int, columns: int, std: float = scale) -> Any:
-        return (torch.randn(rows, columns, generator=generator) * std).to(dtype)
-
-    def ones() -> Any:
-        return torch.ones(shape.hidden, dtype=dtype)
-
-    queries, keys = shape.heads * shape.head_dim, kv_heads * shape.head_dim
-    state = {
-        "model.embed_tokens.weight": random(shape.vocab, shape.hidden, 1.0),
-        "model.norm.weight": ones(),
-        "lm_head.weight": random(shape.vocab, shape.hidden),
-    }
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        state |= {
-            prefix + "input_layernorm.weight": ones(),
-            prefix + "post_attention_layernorm.weight": ones(),
-            prefix + "self_attn.q_proj.weight": random(queries, shape.hidden),
-            prefix + "self_attn.k_proj.weight": random(keys, shape.hidden),
-            prefix + "self_attn.v_proj.weight": random(keys, shape.hidden),
-            prefix + "self_attn.o_proj.weight": random(shape.hidden, queries),
-            prefix + "mlp.gate_proj.weight": random(shape.inner, shape.hidden),
-            prefix + "mlp.up_proj.weight": random(shape.inner, shape.hidden),
-            prefix + "mlp.down_proj.weight": random(shape.hidden, shape.inner),
+    def attention(make: Weights) -> dict[str, Any]:
+        queries, keys = shape.heads * shape.head_dim, kv_heads * shape.head_dim
+        return {
+            "q_proj.weight": make.random(queries, shape.hidden),
+            "k_proj.weight": make.random(keys, shape.hidden),
+            "v_proj.weight": make.random(keys, shape.hidden),
+            "o_proj.weight": make.random(shape.hidden, queries),
         }
-    partial = file.with_suffix(".partial")
-    save_file(state, str(partial), metadata={"format": "pt"})
-    partial.rename(file)
+
+    folder = parent / f"{name}-{kv_heads}{'-weights' if weights else ''}"
+    return write(folder, config, attention if weights else None)

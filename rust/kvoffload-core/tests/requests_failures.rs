@@ -180,37 +180,27 @@ fn what_a_window_left_is_not_stored_once_another_request_has_it() {
 }
 
 #[test]
-fn ranks_with_regions_of_their_own_store_on_while_what_a_reset_voided_still_loads() {
-    let mut bench = eager(4);
-    bench.fill(1, 2);
-    let loader = bench.add("loader", 1, 2);
-    assert_eq!(bench.lookup(loader, 40), Lookup::Tokens(32, None));
-    bench.load(loader, &[&[1, 2]], 32);
-    bench.one_load();
-    bench.requests.reset(true);
-    let other = bench.add("other", 2, 3);
-    bench.run(other, &[&[3, 4, 5]], 48);
-    assert_eq!(bench.one_store().slots.len(), 3);
-}
-
-#[test]
-fn nothing_is_stored_to_slots_that_a_reset_freed_while_a_rank_still_loads_from_them() {
-    let mut bench = Bench::with(4, &[FULL], |config, _| {
-        config.share_loads = false;
-        config.one_region = true;
-    });
-    bench.fill(1, 2);
-    let loader = bench.add("loader", 1, 2);
-    assert_eq!(bench.lookup(loader, 40), Lookup::Tokens(32, None));
-    bench.load(loader, &[&[1, 2]], 32);
-    let load = bench.one_load();
-    bench.requests.reset(true);
-    let other = bench.add("other", 2, 3);
-    bench.run(other, &[&[3, 4, 5]], 48);
-    assert!(bench.orders().stores.is_empty());
-    assert!(bench.end(&load, true).void);
-    bench.requests.store(other, 48).unwrap();
-    assert_eq!(bench.one_store().slots.len(), 3, "offered again");
+fn ranks_of_one_region_store_nothing_while_one_of_them_still_loads_what_a_reset_voided() {
+    for one_region in [true, false] {
+        let mut bench = Bench::with(4, &[FULL], |config, _| {
+            config.share_loads = false;
+            config.one_region = one_region;
+        });
+        bench.fill(1, 2);
+        let loader = bench.add("loader", 1, 2);
+        assert_eq!(bench.lookup(loader, 40), Lookup::Tokens(32, None));
+        bench.load(loader, &[&[1, 2]], 32);
+        let load = bench.one_load();
+        bench.requests.reset(true);
+        let other = bench.add("other", 2, 3);
+        bench.run(other, &[&[3, 4, 5]], 48);
+        if one_region {
+            assert!(bench.orders().stores.is_empty());
+            assert!(bench.end(&load, true).void);
+            bench.requests.store(other, 48).unwrap();
+        }
+        assert_eq!(bench.one_store().slots.len(), 3);
+    }
 }
 
 #[test]

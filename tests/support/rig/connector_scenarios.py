@@ -181,20 +181,34 @@ def ends_with_slow_copies(settings: Settings, **more: Any) -> dict[str, Any]:
     return end(rig)
 
 
-def chunked_local(settings: Settings, **more: Any) -> dict[str, Any]:
-    """A full group and one that attends to the current local chunk only."""
-    rig = make_rig(settings, 96, slow=True, num_blocks=80, groups=LOCAL, **more)
-    first = prompt("a", 12)
+def branches(rig: Rig, blocks: int, count: int, every: int, max_tokens: int = 20) -> None:
+    """A prompt comes back whole, then prefixes of it do, which go on in other ways.
+
+    Args:
+        rig: the engine.
+        blocks: full blocks of the prompt.
+        count: prefixes, two times.
+        every: blocks by which one is longer than the one before.
+        max_tokens: what each of them generates.
+    """
+    first = prompt("a", blocks)
     tokens = rig.run("a", first)
     rig.forget_gpu()
     assert rig.run("b", first) == tokens
     assert rig.totals.loaded_blocks >= 12, rig.totals
     for name in "cd":
-        for i in range(4):
-            text = first[: (3 + 2 * i) * BLOCK] + prompt(f"own{i}", 3)
-            rig.add(f"{name}{i}", text, max_tokens=20)
+        for i in range(count):
+            text = first[: (every + 1 + every * i) * BLOCK] + prompt(f"own{i}", 3)
+            rig.add(f"{name}{i}", text, max_tokens=max_tokens)
+            rig.step()
         rig.drain()
         rig.forget_gpu()
+
+
+def chunked_local(settings: Settings, **more: Any) -> dict[str, Any]:
+    """A full group and one that attends to the current local chunk only."""
+    rig = make_rig(settings, 96, slow=True, num_blocks=80, groups=LOCAL, **more)
+    branches(rig, 12, 4, 2)
     return end(rig)
 
 
@@ -202,17 +216,7 @@ def other_block_sizes(settings: Settings, **more: Any) -> dict[str, Any]:
     """The sliding group's blocks hold twice as many tokens; chunks are given in blocks."""
     chunks = {"block_size": None, "blocks_per_chunk": settings.blocks_per_chunk}
     rig = make_rig(settings, 96, slow=True, num_blocks=80, groups=UNEVEN, extra=chunks, **more)
-    first = prompt("a", 16)
-    tokens = rig.run("a", first)
-    rig.forget_gpu()
-    assert rig.run("b", first) == tokens
-    assert rig.totals.loaded_blocks >= 12, rig.totals
-    for name in "cd":
-        for i in range(4):
-            text = first[: (4 + 4 * i) * BLOCK] + prompt(f"own{i}", 3)
-            rig.add(f"{name}{i}", text, max_tokens=20)
-        rig.drain()
-        rig.forget_gpu()
+    branches(rig, 16, 4, 4)
     return end(rig)
 
 
@@ -230,19 +234,8 @@ def states(settings: Settings, **more: Any) -> dict[str, Any]:
             assert refusal in str(error), error
             raise Skipped(f"refused, as it should be: {refusal}") from error
         raise AssertionError("the connector should refuse Mamba here")
-    rig = make_rig(settings, 96, slow=True, num_blocks=60, groups=MAMBA, **more)
-    first = prompt("a", 12)
-    tokens = rig.run("a", first)
-    rig.forget_gpu()
-    assert rig.run("b", first) == tokens
-    assert rig.totals.loaded_blocks >= 12, rig.totals
-    for name in "cd":
-        for i in range(5):
-            text = first[: (2 + 2 * i) * BLOCK] + prompt(f"own{i}", 3)
-            rig.add(f"{name}{i}", text, max_tokens=40)
-            rig.step()
-        rig.drain()
-        rig.forget_gpu()
+    rig = make_rig(settings, 96, slow=True, num_blocks=32, groups=MAMBA, **more)
+    branches(rig, 12, 5, 2, max_tokens=40)
     assert rig.totals.preemptions > 0, rig.totals
     return end(rig)
 
