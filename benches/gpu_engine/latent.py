@@ -6,40 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_engine.written import Weights, write
+from gpu_engine.written import Shape, Weights, write
 
 
 @dataclass(frozen=True)
-class LatentShape:
+class LatentShape(Shape):
     """A DeepSeek-V2 model without experts.
 
     Attributes:
-        layers: transformer layers.
-        hidden: size of the hidden state.
-        inner: size of the MLP.
-        heads: attention heads.
-        head_dim: size of one head's keys without position, and of its values.
         latent: numbers that are kept of a token's keys and values.
         rope_dim: numbers that are kept of its position.
-        vocab: tokens of the vocabulary.
-        dtype: type of the weights.
     """
 
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    head_dim: int
     latent: int = 512
     rope_dim: int = 64
-    vocab: int = 32_000
-    dtype: str = "bfloat16"
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV on one rank, all layers."""
-        size = 4 if self.dtype == "float32" else 2
-        return self.layers * (self.latent + self.rope_dim) * size
+        return self.layers * (self.latent + self.rope_dim) * self.number_bytes
 
 
 #: What is kept of a token has DeepSeek's sizes in both: kernels for MLA take few others.
@@ -61,14 +46,9 @@ def write_latent_model(name: str, parent: Path, *, weights: bool) -> Path:
         The model's folder.
     """
     shape = LATENT_SHAPES[name]
-    config = {
+    config = shape.config(shape.heads) | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
         "q_lora_rank": None,
         "kv_lora_rank": shape.latent,
         "qk_nope_head_dim": shape.head_dim,
@@ -82,8 +62,6 @@ def write_latent_model(name: str, parent: Path, *, weights: bool) -> Path:
         "n_group": 1,
         "topk_group": 1,
         "moe_intermediate_size": shape.inner,
-        "vocab_size": shape.vocab,
-        "torch_dtype": shape.dtype,
     }
 
     def attention(make: Weights) -> dict[str, Any]:

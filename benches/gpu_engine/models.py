@@ -7,41 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from gpu_engine.latent import LATENT_SHAPES, write_latent_model
-from gpu_engine.written import Weights, write
+from gpu_engine.written import Shape, Weights, write
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Llama model.
-
-    Attributes:
-        layers: transformer layers.
-        hidden: size of the hidden state.
-        inner: size of the MLP.
-        heads: attention heads.
-        head_dim: size of one head.
-        vocab: tokens of the vocabulary.
-        dtype: type of the weights.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    head_dim: int
-    vocab: int = 32_000
-    dtype: str = "bfloat16"
+class LlamaShape(Shape):
+    """A Llama model."""
 
     def kv_bytes_per_token(self, kv_heads: int) -> int:
         """Bytes of one token's KV, all layers."""
-        return 2 * self.layers * kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
+        return 2 * self.layers * kv_heads * self.head_dim * self.number_bytes
 
 
 #: `8b` is Llama-3-8B's with a small vocabulary; `cpu` is for trying the scripts without a GPU.
 SHAPES = {
-    "8b": Shape(layers=32, hidden=4096, inner=14_336, heads=32, head_dim=128),
-    "small": Shape(layers=8, hidden=1024, inner=2816, heads=8, head_dim=128),
-    "cpu": Shape(layers=2, hidden=128, inner=256, heads=8, head_dim=32, dtype="float32"),
+    "8b": LlamaShape(layers=32, hidden=4096, inner=14_336, heads=32, head_dim=128),
+    "small": LlamaShape(layers=8, hidden=1024, inner=2816, heads=8, head_dim=128),
+    "cpu": LlamaShape(layers=2, hidden=128, inner=256, heads=8, head_dim=32, dtype="float32"),
 }
 
 
@@ -61,17 +43,10 @@ def write_model(name: str, kv_heads: int, parent: Path, *, weights: bool) -> Pat
     if name in LATENT_SHAPES:
         return write_latent_model(name, parent, weights=weights)
     shape = SHAPES[name]
-    config = {
+    config = shape.config(kv_heads) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": kv_heads,
         "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "torch_dtype": shape.dtype,
     }
 
     def attention(make: Weights) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,47 @@ COMMON = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that every model has.
+
+    Attributes:
+        layers: transformer layers.
+        hidden: size of the hidden state.
+        inner: size of the MLP.
+        heads: attention heads.
+        head_dim: size of one head; with MLA, of its keys without position, and of its values.
+        vocab: tokens of the vocabulary.
+        dtype: type of the weights.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    head_dim: int
+    vocab: int = 32_000
+    dtype: str = "bfloat16"
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one weight, and of one number in the KV cache."""
+        return 4 if self.dtype == "float32" else 2
+
+    def config(self, kv_heads: int) -> dict[str, Any]:
+        """What every model's `config.json` says of them."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": kv_heads,
+            "vocab_size": self.vocab,
+            "torch_dtype": self.dtype,
+        }
+
 
 #: Makes the weights of one layer's attention, by name.
 Attention = Callable[["Weights"], dict[str, Any]]

@@ -85,6 +85,11 @@ def test_unknown_keys_are_warned_of_once(logged: Any) -> None:
     assert "'backpressure'" in warnings[1]
 
 
+def test_faults_of_a_rank_that_does_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no such rank"):
+        make_spec({"fault_injection": {"rank": 1, "fail_every_load": 2}})
+
+
 def test_fault_injection_is_loud(logged: Any) -> None:
     make_spec({"fault_injection": {"seed": 1}})
     assert any("FAULT INJECTION IS ON" in r.getMessage() for r in logged.records)

@@ -56,9 +56,8 @@ impl Requests {
     #[new]
     #[pyo3(signature = (groups, *, num_slots, blocks_per_chunk, tokens_per_hash, num_ranks = 1,
         one_region = false, prompt_only = true, share_loads = true, defer_deadline_s = 2.0,
-        max_jobs = 4096,
-        policy = "lru", events = false, store_threshold = 0, max_tracker_size = 64_000,
-        write_deadline_s = 600.0))]
+        max_jobs = 4096, policy = "lru", events = false, store_threshold = 0,
+        max_tracker_size = 64_000, write_deadline_s = 600.0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a Python constructor"
