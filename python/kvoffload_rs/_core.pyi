@@ -654,9 +654,8 @@ class CudaWorker:
         """Counts of jobs, bytes, paths and faults.
 
         Those of `HostWorker`, and `direct_jobs`, `staged_jobs`, `retries`, `pieces`,
-        `switched_pieces`,
-        `registration_waits`, `registered_bytes`, `region_bytes`, `touch_us`, `longest_touch_us`,
-        `register_us`, `longest_register_us` and `device_lost`.
+        `switched_pieces`, `row_copies`, `registration_waits`, `registered_bytes`, `region_bytes`,
+        `touch_us`, `longest_touch_us`, `register_us`, `longest_register_us` and `device_lost`.
         """
 
     def take_notices(self) -> list[str]:

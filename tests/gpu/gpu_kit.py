@@ -72,6 +72,7 @@ class Rig:
         path: copy path.
         register: wait until the region is registered.
         faults: faults to inject.
+        one_allocation: all tensors, which then have pages of one size, are parts of one.
         options: passed on to the worker.
     """
 
@@ -87,6 +88,7 @@ class Rig:
         register: bool = True,
         faults: dict[str, object] | None = None,
         model: bool = True,
+        one_allocation: bool = False,
         **options: Any,
     ) -> None:
         self.blocks, self.slots, self.per_chunk = blocks, slots, blocks_per_chunk
@@ -101,6 +103,8 @@ class Rig:
             )
             for page in pages
         ]
+        if one_allocation:
+            self.tensors = list(torch.stack(self.tensors))
         numbers = itertools.count()
         self.groups = [[(next(numbers), page) for page in group] for group in groups]
         self.slot_bytes = _core.slot_bytes(self.groups, blocks_per_chunk)

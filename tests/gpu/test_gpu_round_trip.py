@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import textwrap
 from collections.abc import Sequence
 
 import pytest
-from gpu_kit import Rig
+from gpu_kit import Rig, run_script
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +106,66 @@ def test_adjacent_blocks_and_slots(path: str) -> None:
         rig.done(rig.store(runs, runs))
         rig.done(rig.load(runs, [block + 1000 for block in runs]))
         rig.check()
+
+
+@pytest.mark.parametrize("page", [6, 8192, 65536])
+@pytest.mark.parametrize("padding", [0, 18])
+def test_neighbouring_blocks_are_rows_of_one_copy(page: int, padding: int) -> None:
+    """Rows end at the pieces of the region, at holes, and where numbers go down."""
+    layers, blocks, slots = 8, 1000, 400
+    with Rig([[page] * layers], blocks=blocks, padding=padding, slots=slots, path="direct") as rig:
+        rig.done(rig.store(range(100, 500), range(slots)))
+        rig.check()
+        assert (rig.core.stats()["row_copies"] >= layers) == (page <= 16_384)
+        rig.done(rig.load(range(slots), range(600, 1000)))
+        rig.check()
+        holes = [at for at in range(slots) if at % 50 < 41]
+        rig.done(rig.store([at + 3 for at in holes], holes))
+        rig.done(rig.load(range(399, 199, -1), range(300, 100, -1)))
+        rig.done(rig.load(range(0, 200, 2), range(0, 300, 3)))
+        rig.check()
+        assert rig.core.stats()["retries"] == 0
+
+
+@pytest.mark.parametrize("page", [6, 8192, 65536])
+def test_layers_of_one_allocation_are_rows_of_one_copy(page: int) -> None:
+    """Scattered blocks to scattered slots."""
+    layers, blocks, slots = 32, 300, 100
+    rng = random.Random(page)
+    with Rig(
+        [[page] * layers], blocks=blocks, slots=slots, path="direct", one_allocation=True
+    ) as rig:
+        places = rng.sample(range(slots), slots)
+        rig.done(rig.store(rng.sample(range(blocks), slots), places))
+        rig.check()
+        rig.done(rig.load(places, rng.sample(range(blocks), slots)))
+        rig.check()
+        stats = rig.core.stats()
+        assert (stats["row_copies"] >= 2 * slots - 8) == (page <= 16_384)
+        assert stats["retries"] == 0
+
+
+def test_rows_in_memory_that_torch_maps_piece_by_piece() -> None:
+    """Expandable segments: what is one tensor may be several allocations of the driver."""
+    code = """
+        import os
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        import json, random
+        from gpu_kit import Rig, run_script
+        rng = random.Random(1)
+        for one_allocation in (False, True):
+            with Rig([[16384] * 32], blocks=1200, slots=600, path="direct",
+                     one_allocation=one_allocation) as rig:
+                rig.done(rig.store(range(600), range(600)))
+                rig.check()
+                rig.done(rig.load(range(600), range(600, 1200)))
+                rig.done(rig.store(rng.sample(range(1200), 600), range(600)))
+                rig.check()
+                stats = rig.core.stats()
+        print(json.dumps(stats))
+    """
+    stats = run_script(textwrap.dedent(code))
+    assert stats["retries"] == 0
 
 
 def test_one_slot_goes_to_many_blocks(path: str) -> None:

@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
@@ -22,18 +23,19 @@ use super::error::DriverError;
 use super::job::Job;
 use super::mover::{Mover, Path, injected};
 use super::objects::Event;
-use super::piece::Piece;
+use super::piece::{Home, Piece};
 use super::pinned::{PinnedRegion, Ready};
 use super::shared::{Common, Counters, CudaFaults};
 use crate::backend::{Backend, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::host::KeepAlive;
 
-/// Bytes of a piece on the direct path.
-const DIRECT_PIECE: u64 = 8 << 20;
-/// Bytes of a job's first piece. Each of the next ones is twice as long, up to a chunk, and towards the
-/// end each is half of what is left: so the copy engine starts soon, and little is left to do on either
-/// side of its work.
+/// Bytes of a piece on the direct path, for stores and loads. Long pieces have many rows; but a load that
+/// somebody waits for may have to wait for one of another load.
+const DIRECT_PIECE: [u64; 2] = [32 << 20, 8 << 20];
+/// Bytes of a job's first piece. Each of the next staged ones is twice as long, up to a chunk, and towards
+/// the end each is half of what is left: so the copy engine starts soon, and little is left to do on
+/// either side of its work.
 const FIRST_PIECE: u64 = 1 << 20;
 /// Jobs held at once.
 const DEPTH: usize = 64;
@@ -201,15 +203,18 @@ impl CudaBackend {
 
     /// Puts the job's next piece into the queues.
     fn step(&mut self, job: &mut Job) -> Step {
-        let staged = self.mover.chunk().unwrap_or(DIRECT_PIECE);
-        let longest = match (job.path, self.path_now(job)) {
-            (Some(Path::Direct), _) => DIRECT_PIECE,
-            (_, Path::Direct) => DIRECT_PIECE.min(staged),
-            (_, Path::Staged) => staged,
+        let direct = DIRECT_PIECE[self.kind as usize];
+        let chunk = match (job.path, self.path_now(job)) {
+            (Some(_), Path::Direct) => direct,
+            // Its path will be chosen by its first piece, which must fit into both.
+            (None, _) => FIRST_PIECE.min(self.mover.chunk().unwrap_or(direct)),
+            (Some(_), Path::Staged) => {
+                let longest = self.mover.chunk().unwrap_or(direct);
+                longest
+                    .min(FIRST_PIECE << job.pieces.min(16))
+                    .min((job.left / 2).max(FIRST_PIECE))
+            }
         };
-        let chunk = longest
-            .min(FIRST_PIECE << job.pieces.min(16))
-            .min((job.left / 2).max(FIRST_PIECE));
         if let Err(offset) = self.fill(job, chunk) {
             let reason = "its host memory could not be had".to_owned();
             return Step::Hopeless(job.failed(self.slot(offset), reason));
@@ -248,6 +253,8 @@ impl CudaBackend {
         match sent {
             Ok(sent) => {
                 Counters::add(&self.common.counters.pieces);
+                let rows = &self.common.counters.row_copies;
+                rows.fetch_add(sent.row_copies, Ordering::Relaxed);
                 self.failures[path as usize] = 0;
                 job.left -= bytes;
                 job.pieces += 1;
@@ -341,11 +348,17 @@ impl CudaBackend {
             if self.piece.is_empty() {
                 self.first_offset = at;
             }
-            let device = self.common.tensors[run.tensor as usize] + run.device_offset;
+            let tensor = &self.common.tensors[run.tensor as usize];
+            let home = Home {
+                tensor: run.tensor,
+                allocation: tensor.allocation,
+                region_piece: ready,
+            };
             // Pieces of the region are not copied across: they may lie in different memory.
             let follows = at == end && !at.is_multiple_of(piece_bytes);
             let host = self.pinned.address(at);
-            self.piece.push(device, host, run.bytes, follows);
+            let device = tensor.address + run.device_offset;
+            self.piece.push(device, host, run.bytes, follows, home);
             end = at + run.bytes;
         }
     }

@@ -18,7 +18,7 @@ use super::driver::Device;
 use super::error::DriverError;
 use super::mover::{Mover, Path};
 use super::objects::{DeviceMemory, HostMemory};
-use super::piece::Piece;
+use super::piece::{Home, Piece};
 
 /// Fragment sizes that are measured, in ascending order.
 const FRAGMENTS: [u64; 10] = [
@@ -212,7 +212,7 @@ fn measure(
             let host_at = place(slot, all / together) * together + within;
             let address = host.base().expose_provenance() + (host_at * fragment) as usize;
             let device = scratch.address() + place(done, all) * fragment;
-            piece.push(device, address, fragment, within != 0);
+            piece.push(device, address, fragment, within != 0, Home::default());
             done += 1;
         }
         assert!(!piece.is_empty(), "a fragment longer than a piece");

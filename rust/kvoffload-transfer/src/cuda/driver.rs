@@ -204,6 +204,32 @@ impl Device {
         Ok(u32::try_from(count).unwrap_or(1).max(1))
     }
 
+    /// The most bytes from row to row of one copy.
+    pub(super) fn longest_pitch(&self) -> Result<u64, DriverError> {
+        let what = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_PITCH;
+        let mut bytes = 0;
+        // SAFETY: a place for one number; the device is open.
+        unsafe { call!(cuDeviceGetAttribute(&raw mut bytes, what, self.handle))? };
+        Ok(u64::try_from(bytes).unwrap_or(0))
+    }
+
+    /// Start of the allocation that an address of the device lies in; the address itself where the driver
+    /// does not know.
+    pub(super) fn allocation(&self, address: u64) -> u64 {
+        let (mut base, mut bytes) = (0, 0);
+        let found = self.on_caller(|| {
+            // SAFETY: places for an address and a number; the address is looked up, not followed.
+            unsafe {
+                call!(cuMemGetAddressRange_v2(
+                    &raw mut base,
+                    &raw mut bytes,
+                    address
+                ))
+            }
+        });
+        found.map_or(address, |()| base)
+    }
+
     /// Whether the driver copies many ranges in one call.
     pub(super) fn has_batch(&self) -> bool {
         self.has_batch

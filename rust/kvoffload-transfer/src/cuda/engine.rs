@@ -19,7 +19,7 @@ use super::error::DriverError;
 use super::kernel::Kernel;
 use super::mover::{Mistakes, Mover, Path};
 use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
-use super::shared::{Common, Counters, CudaFaults};
+use super::shared::{Common, Counters, CudaFaults, Place};
 use super::staging::Staging;
 use crate::backend::Backend;
 use crate::engine::{Engine, EngineConfig, ShutdownReport, panic_text};
@@ -159,6 +159,11 @@ impl CudaEngine {
             has_staging: true,
             calibration: None,
         };
+        let places = tensors.iter().map(|tensor| Place {
+            address: tensor.address,
+            allocation: device.allocation(tensor.address),
+        });
+        let places = places.collect();
         let movers = device.with_context(|| {
             let (movers, failure) = make_movers(&device, staging, config.kernel_blocks, mistakes)?;
             if let Some(error) = failure {
@@ -196,7 +201,7 @@ impl CudaEngine {
         let common = Arc::new(Common {
             device,
             layout: Arc::clone(&layout),
-            tensors: tensors.iter().map(|tensor| tensor.address).collect(),
+            tensors: places,
             after: Mutex::default(),
             counters: Counters::default(),
             notices,
@@ -303,7 +308,7 @@ impl CudaEngine {
 
     /// Counters that only this backend has.
     #[must_use]
-    pub fn device_stats(&self) -> [(&'static str, u64); 13] {
+    pub fn device_stats(&self) -> [(&'static str, u64); 14] {
         let counters = &self.common.counters;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         [
@@ -312,6 +317,7 @@ impl CudaEngine {
             ("retries", read(&counters.retries)),
             ("pieces", read(&counters.pieces)),
             ("switched_pieces", read(&counters.switched_pieces)),
+            ("row_copies", read(&counters.row_copies)),
             ("registration_waits", read(&counters.registration_waits)),
             ("registered_bytes", read(&self.ready_bytes)),
             ("region_bytes", self.region_bytes),

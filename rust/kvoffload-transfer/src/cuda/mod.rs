@@ -3,7 +3,8 @@
 //! Follow one job: [`engine`] records an event on the stream of the compute that the job comes after,
 //! and queues it. On its direction's thread, `backend` cuts it into pieces whose host memory is ready
 //! (`pinned` sees to that in the background), `calibrate` says which path is faster for it, and `mover`
-//! puts it into the device's queues, through `staging` and `kernel` where it is staged. `driver` and
+//! puts it into the device's queues, through `staging` and `kernel` where it is staged (and they find
+//! `room` there), as `rows` where many ranges can be copied with one call. `driver` and
 //! `objects` are the only way to the CUDA driver, which is looked for at run time: without one, this
 //! module answers with [`CudaUnavailable`].
 //!
@@ -28,6 +29,8 @@ mod objects;
 mod piece;
 mod pinned;
 mod queue;
+mod room;
+mod rows;
 mod shared;
 mod staging;
 

@@ -1,7 +1,8 @@
 //! Puts one direction's copies into the device's queues, piece by piece, on either path.
 //!
-//! - *direct*: the copy engine moves every range by itself (`cuMemcpyBatchAsync`, or one call per range
-//!   on drivers that lack it). Best where ranges are long.
+//! - *direct*: the copy engine moves every range by itself, equally spaced ones as rows of one copy
+//!   (`rows`), the others in a batch (`cuMemcpyBatchAsync`, or one call per range on drivers that lack
+//!   it). Best where ranges are long.
 //! - *staged*: a kernel packs the ranges into staging memory on the device, or unpacks them from it,
 //!   and the copy engine moves what lies together in host memory, whole slots mostly. The staging
 //!   memory is a ring, so that packing one piece overlaps with copying another.
@@ -14,10 +15,7 @@
 //!
 //! A load waits for compute as well: a step that still runs may read the block that it writes.
 //!
-//! The kernel needs a warp's room on the device's multiprocessors. Some kernels of an engine leave none
-//! for tens of milliseconds (attention over long prompts): then staged pieces *starve*, and others
-//! should go the direct way, which needs no multiprocessor. From then on an empty kernel is sent ahead
-//! now and then, and when one comes through in time, so will pieces.
+//! Where the kernel finds no room on the device, pieces had better go the direct way (`room`).
 
 use std::sync::Arc;
 
@@ -29,7 +27,9 @@ use super::error::DriverError;
 use super::fragment::Way;
 use super::objects::{Event, Stream};
 use super::piece::Piece;
-use super::queue::{InFlight, Is, Passage, Queue};
+use super::queue::{InFlight, Passage, Queue};
+use super::room::Room;
+use super::rows::Finder;
 use super::staging::{Place, Staging};
 
 /// How bytes are moved.
@@ -66,6 +66,8 @@ pub(super) struct Sent {
     pub(super) start: Option<Event>,
     /// After its last one.
     pub(super) done: Arc<Event>,
+    /// How many of its copies were of several rows.
+    pub(super) row_copies: u64,
 }
 
 /// Mistakes to make on purpose, for tests.
@@ -98,14 +100,12 @@ pub(super) struct Mover {
     staging: Option<Staging>,
     /// By path.
     queues: [Queue; 2],
-    /// Staged pieces starve, or have starved and no kernel has come through in time since.
-    starving: bool,
-    /// The oldest staged piece waits for compute.
-    held_up: bool,
-    /// An empty kernel that finds out, and whether it has taken too long.
-    probe: Option<(Passage, bool)>,
+    room: Room,
+    /// The most bytes from row to row; 0: no copies of several rows.
+    longest_pitch: u64,
     /// Working memory.
     batch: Batch,
+    finder: Finder,
     /// Staged pieces so far.
     staged: u64,
     mistakes: Mistakes,
@@ -128,10 +128,10 @@ impl Mover {
             direct: device.stream(true)?,
             staging,
             queues: Default::default(),
-            starving: false,
-            held_up: false,
-            probe: None,
+            room: Room::new(kind),
+            longest_pitch: device.longest_pitch().unwrap_or(0),
             batch: Batch::new(kind),
+            finder: Finder::default(),
             staged: 0,
             mistakes,
         })
@@ -147,58 +147,22 @@ impl Mover {
         self.queues[path as usize].has_room()
     }
 
-    /// Whether a staged piece would wait for long behind others: for a kernel of somebody else to end, or
-    /// for compute that a job which somebody waits for comes after. Changes in [`Mover::reap`] only.
+    /// Whether staged pieces find no room, or may find none. Changes in [`Mover::reap`] only.
     pub(super) fn starves(&self) -> bool {
-        self.starving || self.held_up
-    }
-
-    /// Finds out whether staged pieces starve.
-    fn watch(&mut self) -> Result<(), DriverError> {
-        let oldest = self.queues[Path::Staged as usize].oldest();
-        let passage = oldest.and_then(|piece| piece.passage.as_mut());
-        let state = passage.map(Passage::state).transpose()?;
-        self.held_up = state == Some(Is::Computing);
-        if state == Some(Is::Starving) {
-            self.starving = true;
-            return Ok(());
-        }
-        if !self.starving {
-            return Ok(());
-        }
-        if let Some((probe, late)) = &mut self.probe {
-            match probe.state()? {
-                Is::OnItsWay | Is::Computing => return Ok(()),
-                Is::Starving => {
-                    // One at a time: what is put behind it starves as well.
-                    *late = true;
-                    return Ok(());
-                }
-                Is::Over if *late => self.probe = None,
-                Is::Over => {
-                    (self.starving, self.probe) = (false, None);
-                    return Ok(());
-                }
-            }
-        }
-        if self.queues[Path::Staged as usize].is_empty() {
-            match self.send_probe() {
-                Ok(probe) => self.probe = probe.map(|probe| (probe, false)),
-                Err(error) if error.is_fatal() => return Err(error),
-                // Another time.
-                Err(_) => {}
-            }
-        }
-        Ok(())
+        self.room.is_short()
     }
 
     /// Sends an empty kernel ahead; `None` without staging.
-    fn send_probe(&self) -> Result<Option<Passage>, DriverError> {
-        let Some(staging) = &self.staging else {
+    fn send_probe(
+        staging: Option<&Staging>,
+        kernel: &Stream,
+        device: &Arc<Device>,
+    ) -> Result<Option<Passage>, DriverError> {
+        let Some(staging) = staging else {
             return Ok(None);
         };
-        staging.kernel().launch_empty(&self.kernel)?;
-        let over = Arc::new(self.kernel.record(&self.device)?);
+        staging.kernel().launch_empty(kernel)?;
+        let over = Arc::new(kernel.record(device)?);
         Ok(Some(Passage::new([None, None], over, 0)))
     }
 
@@ -214,7 +178,10 @@ impl Mover {
     /// Notes which pieces are done, and whether staged ones starve.
     pub(super) fn reap(&mut self) -> Result<(), DriverError> {
         self.pop_done()?;
-        self.watch()
+        let (staging, kernel, device) = (self.staging.as_ref(), &self.kernel, &self.device);
+        self.room.look(&mut self.queues[Path::Staged as usize], || {
+            Self::send_probe(staging, kernel, device)
+        })
     }
 
     fn pop_done(&mut self) -> Result<(), DriverError> {
@@ -233,7 +200,7 @@ impl Mover {
         let streams = [&self.copy, &self.kernel, &self.direct];
         let drained = streams.map(Stream::synchronize);
         drained.into_iter().collect::<Result<(), _>>()?;
-        self.probe = None;
+        self.room.forget_probe();
         self.pop_done()?;
         if let (true, Some(staging)) = (self.is_idle(), &mut self.staging) {
             // A piece that failed half-way left fragments in the list.
@@ -282,18 +249,49 @@ impl Mover {
         let start = timed
             .then(|| self.direct.record(&self.device))
             .transpose()?;
-        for range in &piece.ranges {
-            self.batch.add(range.device, range.host, range.bytes);
-            if self.batch.is_full() {
-                // SAFETY: passed on to the caller.
-                unsafe { self.direct.copy(&mut self.batch, pageable) }?;
+        // SAFETY: passed on to the caller.
+        let row_copies = unsafe { self.copy_ranges(piece, pageable) }?;
+        let done = Arc::new(self.direct.record(&self.device)?);
+        self.note(Path::Direct, &done, piece, None, None);
+        Ok(Sent {
+            start,
+            done,
+            row_copies,
+        })
+    }
+
+    /// Copies each range between its places on both sides; says how many copies were of several rows.
+    unsafe fn copy_ranges(&mut self, piece: &Piece, pageable: bool) -> Result<u64, DriverError> {
+        let mut row_copies = 0;
+        // The driver copies pageable memory at once, and rows of it one by one.
+        let longest = if pageable { 0 } else { self.longest_pitch };
+        for rows in self.finder.find(piece, longest) {
+            if rows.is_worth_a_call() && self.longest_pitch > 0 {
+                // SAFETY: passed on to the caller; ranges of one home are in the same memory.
+                match unsafe { self.direct.copy_rows(self.kind, rows) } {
+                    Ok(()) => {
+                        row_copies += 1;
+                        continue;
+                    }
+                    // Memory of a kind in which it takes none. Nothing of it is under way.
+                    Err(error) if error.is_invalid_value() => self.longest_pitch = 0,
+                    Err(error) => {
+                        self.batch.clear();
+                        return Err(error);
+                    }
+                }
+            }
+            for (device, host) in rows.each() {
+                self.batch.add(device, host, rows.width);
+                if self.batch.is_full() {
+                    // SAFETY: passed on to the caller.
+                    unsafe { self.direct.copy(&mut self.batch, pageable) }?;
+                }
             }
         }
         // SAFETY: passed on to the caller.
         unsafe { self.direct.copy(&mut self.batch, pageable) }?;
-        let done = Arc::new(self.direct.record(&self.device)?);
-        self.note(Path::Direct, &done, piece, None, None);
-        Ok(Sent { start, done })
+        Ok(row_copies)
     }
 
     /// Notes a piece that is in the queues.
@@ -396,7 +394,11 @@ impl Mover {
         let over = over.unwrap_or_else(|| Arc::clone(&done));
         let passage = Passage::new([after.cloned(), moved], over, piece.bytes());
         self.note(Path::Staged, &done, piece, Some(place), Some(passage));
-        Ok(Sent { start: begun, done })
+        Ok(Sent {
+            start: begun,
+            done,
+            row_copies: 0,
+        })
     }
 
     /// Copies between the chunk at `chunk` and host memory, as long ranges as there are.

@@ -11,6 +11,7 @@ use kvoffload_core::jobs::JobKind;
 use super::batch::Batch;
 use super::driver::{Device, RawEvent, call, check, make_event};
 use super::error::DriverError;
+use super::rows::Rows;
 
 impl Device {
     /// An event out of the store of unused ones; makes one if there is none.
@@ -153,6 +154,45 @@ impl Stream {
         let copied = unsafe { self.enqueue(batch, pageable) };
         batch.clear();
         copied
+    }
+
+    /// Copies rows with one call.
+    ///
+    /// # Safety
+    /// As for [`Stream::copy`], for every row; all rows are in one allocation of the device and in one
+    /// registration of host memory.
+    pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
+        use sys::CUmemorytype::{CU_MEMORYTYPE_DEVICE as DEVICE, CU_MEMORYTYPE_HOST as HOST};
+        let (device, host) = (rows.device, rows.host);
+        let steps = (rows.device_step as usize, rows.host_step as usize);
+        let (from, to, source_step, target_step) = match kind {
+            JobKind::Store => (DEVICE, HOST, steps.0, steps.1),
+            JobKind::Load => (HOST, DEVICE, steps.1, steps.0),
+        };
+        let (source, target) = match kind {
+            JobKind::Store => ((ptr::null(), device), (host, 0)),
+            JobKind::Load => ((ptr::with_exposed_provenance(host), 0), (0, device)),
+        };
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: from,
+            srcHost: source.0,
+            srcDevice: source.1,
+            srcArray: ptr::null_mut(),
+            srcPitch: source_step,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: to,
+            dstHost: ptr::with_exposed_provenance_mut(target.0),
+            dstDevice: target.1,
+            dstArray: ptr::null_mut(),
+            dstPitch: target_step,
+            WidthInBytes: rows.width as usize,
+            Height: rows.count as usize,
+        };
+        // SAFETY: the driver reads `copy` during the call; the rows by the caller's promise.
+        unsafe { call!(cuMemcpy2DAsync_v2(&raw const copy, self.raw)) }
     }
 
     /// # Safety

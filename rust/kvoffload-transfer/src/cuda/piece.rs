@@ -15,6 +15,25 @@ pub(super) struct Range {
     pub(super) staging: u64,
     /// Whether its host side goes on where that of the range before it ended, in the same memory.
     pub(super) follows: bool,
+    pub(super) home: Home,
+}
+
+/// Where a range belongs. The driver copies no rows across two allocations, nor across two
+/// registrations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Home {
+    pub(super) tensor: u32,
+    /// Start of the device's allocation.
+    pub(super) allocation: u64,
+    /// Number of the region's piece.
+    pub(super) region_piece: u64,
+}
+
+impl Home {
+    /// Whether both are in the same memory on both sides.
+    pub(super) fn is_beside(self, other: Self) -> bool {
+        (self.allocation, self.region_piece) == (other.allocation, other.region_piece)
+    }
 }
 
 /// Ranges that are put into the queues together.
@@ -49,7 +68,7 @@ impl Piece {
     }
 
     /// Adds a range that fits.
-    pub(super) fn push(&mut self, device: u64, host: usize, bytes: u64, follows: bool) {
+    pub(super) fn push(&mut self, device: u64, host: usize, bytes: u64, follows: bool, home: Home) {
         let follows = follows && !self.ranges.is_empty();
         if !follows {
             self.staging = self.staging.next_multiple_of(STAGING_ALIGN);
@@ -62,6 +81,7 @@ impl Piece {
             bytes,
             staging,
             follows,
+            home,
         });
     }
 }
@@ -74,9 +94,9 @@ mod tests {
     fn what_follows_is_packed_and_the_rest_is_aligned() {
         let mut piece = Piece::default();
         assert_eq!(piece.room(4096), 4096);
-        piece.push(1, 1000, 100, true);
-        piece.push(2, 1100, 100, true);
-        piece.push(3, 5000, 10, false);
+        piece.push(1, 1000, 100, true, Home::default());
+        piece.push(2, 1100, 100, true, Home::default());
+        piece.push(3, 5000, 10, false, Home::default());
         let places: Vec<_> = piece
             .ranges
             .iter()

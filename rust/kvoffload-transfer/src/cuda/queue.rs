@@ -89,7 +89,8 @@ pub(super) struct Queue(VecDeque<InFlight>);
 impl Queue {
     pub(super) fn has_room(&self) -> bool {
         let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
-        self.0.len() < MOST_PIECES && bytes < PACE_BYTES
+        // One at least behind the one that is under way, however long.
+        self.0.len() < 2 || self.0.len() < MOST_PIECES && bytes < PACE_BYTES
     }
 
     /// Takes out the oldest piece if it is done.

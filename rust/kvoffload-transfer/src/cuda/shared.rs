@@ -17,12 +17,20 @@ use crate::notices::Notices;
 pub(super) struct Common {
     pub(super) device: Arc<Device>,
     pub(super) layout: Arc<KvLayout>,
-    /// Address of each tensor's first block.
-    pub(super) tensors: Vec<u64>,
+    pub(super) tensors: Vec<Place>,
     /// After the last copies of each job that is in the queues as a whole.
     pub(super) after: Mutex<HashMap<u64, Ends>>,
     pub(super) counters: Counters,
     pub(super) notices: Arc<Notices>,
+}
+
+/// Where a tensor is on the device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// Of its first block.
+    pub(super) address: u64,
+    /// Start of the allocation that it is in.
+    pub(super) allocation: u64,
 }
 
 /// Counters that only the CUDA backend has.
@@ -34,6 +42,8 @@ pub(super) struct Counters {
     pub(super) pieces: AtomicU64,
     /// Pieces of staged jobs that went the direct way, because others starved.
     pub(super) switched_pieces: AtomicU64,
+    /// Copies of several rows with one call.
+    pub(super) row_copies: AtomicU64,
     /// Times that a piece waited for memory to be registered.
     pub(super) registration_waits: AtomicU64,
 }

@@ -124,10 +124,14 @@ impl Rig {
         ((self.random >> 33) as usize) % below
     }
 
-    /// Different numbers below `below`, at most `most` of them.
+    /// Different numbers below `below`, at most `most` of them; sometimes neighbours.
     fn some(&mut self, below: usize, most: usize) -> Vec<usize> {
         let mut all: Vec<usize> = (0..below).collect();
         let count = 1 + self.draw(most.min(below));
+        if self.draw(3) == 0 {
+            let first = self.draw(below - count + 1);
+            return (first..first + count).collect();
+        }
         (0..count)
             .map(|_| all.swap_remove(self.draw(all.len())))
             .collect()
@@ -220,8 +224,15 @@ impl Rig {
     fn store(&mut self) {
         let slots = self.some(SLOTS, SLOTS);
         let mut blocks = Vec::new();
+        let (neighbours, first) = (self.draw(2) == 0, self.draw(BLOCKS));
+        let per_chunk = self.per_chunk;
         for &slot in &slots {
-            let chunk: Vec<usize> = (0..self.per_chunk).map(|_| self.draw(BLOCKS)).collect();
+            let next = first + blocks.len();
+            let block = |at: usize| match neighbours {
+                true => (next + at) % BLOCKS,
+                false => self.draw(BLOCKS),
+            };
+            let chunk: Vec<usize> = (0..per_chunk).map(block).collect();
             self.slots[slot] = Some(chunk.iter().map(|&b| self.blocks[b].clone()).collect());
             blocks.extend(chunk);
         }
@@ -234,10 +245,14 @@ impl Rig {
         let mut free: Vec<usize> = (0..BLOCKS).collect();
         slots.truncate(BLOCKS / self.per_chunk);
         let mut blocks = Vec::new();
+        let neighbours = self.draw(2) == 0;
         for &slot in &slots {
             let chunk = self.slots[slot].clone().unwrap();
             for bytes in chunk {
-                let block = free.swap_remove(self.draw(free.len()));
+                let block = match neighbours {
+                    true => free.remove(0),
+                    false => free.swap_remove(self.draw(free.len())),
+                };
                 self.blocks[block] = bytes;
                 blocks.push(block);
             }
@@ -353,13 +368,15 @@ fn seeds() -> u32 {
 
 #[test]
 fn every_byte_arrives_whatever_order_streams_run_in() {
-    let mut switched = 0;
+    let (mut switched, mut rows) = (0, 0);
     for setup in setups() {
         let seed = setup.seed;
         let (right, stats) = play(setup, 150);
         assert!(right, "seed {seed}");
         switched += stats["switched_pieces"];
+        rows += stats["row_copies"];
     }
+    assert!(rows > 0, "no rows were copied");
     assert!(switched > 0, "no piece went the other way");
 }
 
@@ -462,9 +479,10 @@ fn store_half(rig: &mut Rig, upper: bool) -> u64 {
         (0, 0)
     };
     let slots: Vec<usize> = (slot..slot + SLOTS / 2).collect();
-    let blocks: Vec<usize> = (block..block + SLOTS / 2).collect();
-    for (&block, &slot) in blocks.iter().zip(&slots) {
-        rig.slots[slot] = Some(vec![rig.blocks[block].clone()]);
+    let blocks: Vec<usize> = (block..block + SLOTS / 2 * rig.per_chunk).collect();
+    let chunks = blocks.chunks(rig.per_chunk);
+    for (chunk, &slot) in chunks.zip(&slots) {
+        rig.slots[slot] = Some(chunk.iter().map(|&b| rig.blocks[b].clone()).collect());
     }
     rig.submit(JobKind::Store, blocks, &slots);
     rig.jobs
@@ -522,10 +540,11 @@ fn nor_does_one_that_somebody_waits_for_where_there_is_another_way() {
     assert!(rig.is_right());
 }
 
-/// Whatever call of the driver fails once: the job is copied on the other path, and its bytes are right.
+/// Whatever call of the driver fails once: the job is copied on the other path, or in another form, and
+/// its bytes are right.
 #[test]
 fn one_failed_call_is_made_good() {
-    for call in 1..60 {
+    for (call, code) in (1..60).flat_map(|call| [(call, 1), (call, 2)]) {
         for path in [Path::Direct, Path::Staged] {
             let mut rig = Rig::new(Setup {
                 seed: call as u32,
@@ -534,13 +553,42 @@ fn one_failed_call_is_made_good() {
                 ..Setup::default()
             });
             rig.write();
-            *rig.engine.common.device.failure.lock() = Some((call, 1));
+            *rig.engine.common.device.failure.lock() = Some((call, code));
+            store_half(&mut rig, true);
             rig.store();
             rig.load();
             rig.store();
             rig.read();
-            assert!(rig.is_right(), "call {call} on the {} path", path.name());
+            let what = format!("call {call} with {code} on the {} path", path.name());
+            assert!(rig.is_right(), "{what}");
         }
+    }
+}
+
+/// Neighbouring blocks that go to neighbouring slots are rows; where the driver takes none, a batch is
+/// made of them, and none are tried again.
+#[test]
+fn neighbours_are_copied_as_rows() {
+    for refused in [false, true] {
+        let mut rig = Rig::new(Setup {
+            path: CopyPath::Only(Path::Direct),
+            ..Setup::default()
+        });
+        rig.write();
+        store_half(&mut rig, false);
+        rig.engine.wait(&[1], LONG).unwrap();
+        let stats = CudaStatsOf::from(rig.engine.device_stats());
+        assert_eq!(stats["row_copies"], PAGES.len() as u64);
+        if refused {
+            rig.engine.common.device.no_rows();
+        }
+        for upper in [true, false, true] {
+            store_half(&mut rig, upper);
+        }
+        assert!(rig.is_right());
+        let stats = CudaStatsOf::from(rig.engine.device_stats());
+        let copies = if refused { 1 } else { 4 };
+        assert_eq!(stats["row_copies"], copies * PAGES.len() as u64);
     }
 }
 

@@ -161,6 +161,8 @@ pub(super) struct Device {
     /// Which call of the driver from now on fails, and with which code; from 700 on all later ones, too.
     pub(super) failure: Mutex<Option<(u64, u32)>>,
     lost: AtomicBool,
+    /// Copies of rows are refused.
+    refuses_rows: AtomicBool,
 }
 
 impl Device {
@@ -177,6 +179,7 @@ impl Device {
             }),
             failure: Mutex::new(None),
             lost: AtomicBool::new(false),
+            refuses_rows: AtomicBool::new(false),
         }))
     }
 
@@ -188,6 +191,21 @@ impl Device {
     #[expect(clippy::unused_self, reason = "the real one has an address")]
     pub(super) fn pci(&self) -> Option<&str> {
         None
+    }
+
+    #[expect(
+        clippy::unnecessary_wraps,
+        clippy::unused_self,
+        reason = "the real one may fail"
+    )]
+    pub(super) fn longest_pitch(&self) -> Result<u64, DriverError> {
+        Ok(i32::MAX as u64)
+    }
+
+    /// Tensors are allocations of their own.
+    #[expect(clippy::unused_self, reason = "the real one asks the driver")]
+    pub(super) fn allocation(&self, address: u64) -> u64 {
+        address
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -239,6 +257,20 @@ impl Device {
     #[expect(clippy::unused_self, reason = "the real one has a context")]
     pub(super) unsafe fn unregister(&self, _address: *mut u8) {}
 
+    /// From now on copies of rows are refused.
+    pub(super) fn no_rows(&self) {
+        self.refuses_rows.store(true, Ordering::Relaxed);
+    }
+
+    /// A copy of rows.
+    pub(super) fn call_rows(&self) -> Result<(), DriverError> {
+        let call = "cuMemcpy2DAsync";
+        match self.refuses_rows.load(Ordering::Relaxed) {
+            true => Err(simulated(call, 1)),
+            false => self.call(call),
+        }
+    }
+
     /// One call of the driver.
     pub(super) fn call(&self, call: &'static str) -> Result<(), DriverError> {
         let mut failure = self.failure.lock();
@@ -253,12 +285,7 @@ impl Device {
         if code < 700 {
             *failure = None;
         }
-        Err(DriverError {
-            call,
-            code,
-            name: "CUDA_ERROR_SIMULATED".to_owned(),
-            text: "on purpose".to_owned(),
-        })
+        Err(simulated(call, code))
     }
 
     pub(super) fn push(&self, stream: usize, op: Op) {
@@ -280,6 +307,15 @@ impl Device {
 
     pub(super) fn drain(&self, stream: usize) -> bool {
         self.world.lock().drain(stream)
+    }
+}
+
+fn simulated(call: &'static str, code: u32) -> DriverError {
+    DriverError {
+        call,
+        code,
+        name: "CUDA_ERROR_SIMULATED".to_owned(),
+        text: "on purpose".to_owned(),
     }
 }
 

@@ -3,9 +3,12 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::sync::Arc;
 
+use kvoffload_core::jobs::JobKind;
+
 use super::batch::Batch;
 use super::driver::{Device, Op, fresh};
 use super::error::DriverError;
+use super::rows::Rows;
 
 impl Device {
     /// # Safety
@@ -96,6 +99,26 @@ impl Stream {
             self.device.push(self.id, op);
         }
         batch.clear();
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for the real one.
+    pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
+        self.device.call_rows()?;
+        for (device, host) in rows.each() {
+            let (target, source) = match kind {
+                JobKind::Store => (host as u64, device),
+                JobKind::Load => (device, host as u64),
+            };
+            let bytes = rows.width as usize;
+            let op = Op::Copy {
+                target,
+                source,
+                bytes,
+            };
+            self.device.push(self.id, op);
+        }
         Ok(())
     }
 
