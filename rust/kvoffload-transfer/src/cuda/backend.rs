@@ -23,16 +23,20 @@ use super::error::DriverError;
 use super::job::Job;
 use super::mover::{Mover, Path, injected};
 use super::objects::Event;
-use super::piece::{Home, Piece};
+use super::piece::{Home, MOST_COPIES, Piece};
 use super::pinned::{PinnedRegion, Ready};
+use super::queue::PACE_BYTES;
 use super::shared::{Common, Counters, CudaFaults};
 use crate::backend::{Backend, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::host::KeepAlive;
 
-/// Bytes of a piece on the direct path, for stores and loads. Long pieces have many rows; but a load that
-/// somebody waits for may have to wait for one of another load.
-const DIRECT_PIECE: [u64; 2] = [32 << 20, 8 << 20];
+/// Bytes of a piece on the direct path. Long pieces have many rows; but a load has to wait for one of
+/// another load, and loads are waited for.
+const DIRECT_STORE: u64 = PACE_BYTES;
+const DIRECT_LOAD: u64 = 8 << 20;
+/// The most copies of a direct piece: the driver may take a microsecond for each.
+const DIRECT_COPIES: usize = 8192;
 /// Bytes of a job's first piece. Each of the next staged ones is twice as long, up to a chunk, and towards
 /// the end each is half of what is left: so the copy engine starts soon, and little is left to do on
 /// either side of its work.
@@ -43,8 +47,8 @@ const DEPTH: usize = 64;
 const PIECES_A_POLL: usize = 32;
 /// After so many failures in a row a path is left alone.
 const TOO_OFTEN: u32 = 8;
-/// How long to leave the device alone while copies run: a piece takes 150 us on a fast bus, and the
-/// queues hold several.
+/// How long to leave the device alone while copies run: a piece takes 150 us or more on a fast bus, and
+/// there is another behind it.
 const PACE: Duration = Duration::from_micros(25);
 /// How long to leave the device alone while jobs wait for compute only.
 const COMPUTING: Duration = Duration::from_micros(100);
@@ -203,8 +207,16 @@ impl CudaBackend {
 
     /// Puts the job's next piece into the queues.
     fn step(&mut self, job: &mut Job) -> Step {
-        let direct = DIRECT_PIECE[self.kind as usize];
-        let chunk = match (job.path, self.path_now(job)) {
+        let direct = match self.kind {
+            JobKind::Store => DIRECT_STORE,
+            JobKind::Load => DIRECT_LOAD,
+        };
+        let path = self.path_now(job);
+        let most = match path {
+            Path::Direct => DIRECT_COPIES,
+            Path::Staged => MOST_COPIES,
+        };
+        let chunk = match (job.path, path) {
             (Some(_), Path::Direct) => direct,
             // Its path will be chosen by its first piece, which must fit into both.
             (None, _) => FIRST_PIECE.min(self.mover.chunk().unwrap_or(direct)),
@@ -215,7 +227,7 @@ impl CudaBackend {
                     .min((job.left / 2).max(FIRST_PIECE))
             }
         };
-        if let Err(offset) = self.fill(job, chunk) {
+        if let Err(offset) = self.fill(job, chunk, most) {
             let reason = "its host memory could not be had".to_owned();
             return Step::Hopeless(job.failed(self.slot(offset), reason));
         }
@@ -247,9 +259,16 @@ impl CudaBackend {
             // SAFETY: the ranges lie in the tensors, which the backend keeps alive and whose blocks the
             // job may use, and in the region, whose pieces are ready and stay so; the fence keeps
             // conflicting jobs away until this one has ended, and `after` is what the engine had
-            // enqueued on those blocks when it submitted the job.
+            // enqueued on those blocks when it submitted the job. No range reaches out of its home: a
+            // block lies in its tensor, and runs end where pieces do.
             unsafe { self.mover.send(path, &self.piece, after, timed, pageable) }
         };
+        if let Some(error) = self.mover.take_refusal() {
+            self.common.notices.add(format!(
+                "the driver copies no rows of this memory ({error}): short fragments take longer on the \
+                 direct path"
+            ));
+        }
         match sent {
             Ok(sent) => {
                 Counters::add(&self.common.counters.pieces);
@@ -306,13 +325,14 @@ impl CudaBackend {
         path == Path::Direct || self.mover.chunk().is_some()
     }
 
-    /// Collects a piece of at most `chunk` bytes; an error is the offset of memory that is not there.
-    fn fill(&mut self, job: &mut Job, chunk: u64) -> Result<(), u64> {
+    /// Collects a piece of at most `chunk` bytes and `most` ranges; an error is the offset of memory that
+    /// is not there.
+    fn fill(&mut self, job: &mut Job, chunk: u64, most: usize) -> Result<(), u64> {
         self.piece.clear();
         let piece_bytes = self.common.layout.piece_bytes();
         let (mut end, mut ready) = (u64::MAX, u64::MAX);
         loop {
-            let room = self.piece.room(chunk);
+            let room = self.piece.room(chunk, most);
             if room == 0 {
                 return Ok(());
             }

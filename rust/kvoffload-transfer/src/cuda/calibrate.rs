@@ -18,7 +18,7 @@ use super::driver::Device;
 use super::error::DriverError;
 use super::mover::{Mover, Path};
 use super::objects::{DeviceMemory, HostMemory};
-use super::piece::{Home, Piece};
+use super::piece::{Home, MOST_COPIES, Piece};
 
 /// Fragment sizes that are measured, in ascending order.
 const FRAGMENTS: [u64; 10] = [
@@ -207,7 +207,7 @@ fn measure(
     let mut done = 0;
     while done < count {
         piece.clear();
-        while done < count && piece.room(chunk) >= fragment {
+        while done < count && piece.room(chunk, MOST_COPIES) >= fragment {
             let (slot, within) = (done / together, done % together);
             let host_at = place(slot, all / together) * together + within;
             let address = host.base().expose_provenance() + (host_at * fragment) as usize;

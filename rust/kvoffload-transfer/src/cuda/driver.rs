@@ -214,20 +214,21 @@ impl Device {
     }
 
     /// Start of the allocation that an address of the device lies in; the address itself where the driver
-    /// does not know.
-    pub(super) fn allocation(&self, address: u64) -> u64 {
+    /// does not know. The context is current.
+    pub(super) fn allocation(&self, address: u64) -> Result<u64, DriverError> {
         let (mut base, mut bytes) = (0, 0);
-        let found = self.on_caller(|| {
-            // SAFETY: places for an address and a number; the address is looked up, not followed.
-            unsafe {
-                call!(cuMemGetAddressRange_v2(
-                    &raw mut base,
-                    &raw mut bytes,
-                    address
-                ))
-            }
-        });
-        found.map_or(address, |()| base)
+        // SAFETY: places for an address and a number; the address is looked up, not followed.
+        match unsafe {
+            call!(cuMemGetAddressRange_v2(
+                &raw mut base,
+                &raw mut bytes,
+                address
+            ))
+        } {
+            Ok(()) => Ok(base),
+            Err(error) if error.is_fatal() => Err(error),
+            Err(_) => Ok(address),
+        }
     }
 
     /// Whether the driver copies many ranges in one call.

@@ -19,7 +19,7 @@ use super::error::DriverError;
 use super::kernel::Kernel;
 use super::mover::{Mistakes, Mover, Path};
 use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
-use super::shared::{Common, Counters, CudaFaults, Place};
+use super::shared::{Common, Counters, CudaFaults, TensorPlace};
 use super::staging::Staging;
 use crate::backend::Backend;
 use crate::engine::{Engine, EngineConfig, ShutdownReport, panic_text};
@@ -159,12 +159,14 @@ impl CudaEngine {
             has_staging: true,
             calibration: None,
         };
-        let places = tensors.iter().map(|tensor| Place {
-            address: tensor.address,
-            allocation: device.allocation(tensor.address),
-        });
-        let places = places.collect();
-        let movers = device.with_context(|| {
+        let made = device.with_context(|| {
+            let places = tensors.iter().map(|tensor| {
+                Ok(TensorPlace {
+                    address: tensor.address,
+                    allocation: device.allocation(tensor.address)?,
+                })
+            });
+            let places = places.collect::<Result<Vec<_>, DriverError>>()?;
             let (movers, failure) = make_movers(&device, staging, config.kernel_blocks, mistakes)?;
             if let Some(error) = failure {
                 notices.add(format!(
@@ -185,9 +187,9 @@ impl CudaEngine {
                     )),
                 }
             }
-            Ok(movers)
+            Ok((places, movers))
         });
-        let movers = movers.map_err(StartError::Driver)?;
+        let (places, movers) = made.map_err(StartError::Driver)?;
         let chooser = Arc::new(chooser);
         let ready_bytes = Arc::new(AtomicU64::new(0));
         let pin_times = Arc::new(PinTimes::default());

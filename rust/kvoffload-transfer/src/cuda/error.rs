@@ -17,11 +17,6 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// Whether the driver takes no such call.
-    pub(super) fn is_invalid_value(&self) -> bool {
-        self.code == 1
-    }
-
     /// Whether the context is gone: no call will succeed until the process has been started again.
     #[must_use]
     pub fn is_fatal(&self) -> bool {

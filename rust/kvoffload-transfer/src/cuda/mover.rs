@@ -103,6 +103,8 @@ pub(super) struct Mover {
     room: Room,
     /// The most bytes from row to row; 0: no copies of several rows.
     longest_pitch: u64,
+    /// Why there are none from now on, until it is taken.
+    refusal: Option<DriverError>,
     /// Working memory.
     batch: Batch,
     finder: Finder,
@@ -130,6 +132,7 @@ impl Mover {
             queues: Default::default(),
             room: Room::new(kind),
             longest_pitch: device.longest_pitch().unwrap_or(0),
+            refusal: None,
             batch: Batch::new(kind),
             finder: Finder::default(),
             staged: 0,
@@ -164,6 +167,11 @@ impl Mover {
         staging.kernel().launch_empty(kernel)?;
         let over = Arc::new(kernel.record(device)?);
         Ok(Some(Passage::new([None, None], over, 0)))
+    }
+
+    /// Why the driver has refused a copy of several rows; once.
+    pub(super) fn take_refusal(&mut self) -> Option<DriverError> {
+        self.refusal.take()
     }
 
     /// Whether another piece can be staged at all: its fragments need a place in the list.
@@ -216,7 +224,7 @@ impl Mover {
     /// # Safety
     /// Until the piece is done, its ranges may be read and written, and nothing else that does so
     /// conflicts, save what `after` waits for. The host's ranges are known to the driver as pinned,
-    /// unless `pageable` says otherwise.
+    /// unless `pageable` says otherwise, and lie in the piece of the region that their homes say.
     pub(super) unsafe fn send(
         &mut self,
         path: Path,
@@ -265,19 +273,22 @@ impl Mover {
         let mut row_copies = 0;
         // The driver copies pageable memory at once, and rows of it one by one.
         let longest = if pageable { 0 } else { self.longest_pitch };
-        for rows in self.finder.find(piece, longest) {
-            if rows.is_worth_a_call() && self.longest_pitch > 0 {
-                // SAFETY: passed on to the caller; ranges of one home are in the same memory.
+        for rows in self.finder.find(piece, self.kind, longest) {
+            if rows.is_worth_a_call(self.kind) && self.longest_pitch > 0 {
+                // SAFETY: passed on to the caller.
                 match unsafe { self.direct.copy_rows(self.kind, rows) } {
                     Ok(()) => {
                         row_copies += 1;
                         continue;
                     }
-                    // Memory of a kind in which it takes none. Nothing of it is under way.
-                    Err(error) if error.is_invalid_value() => self.longest_pitch = 0,
-                    Err(error) => {
+                    Err(error) if error.is_fatal() => {
                         self.batch.clear();
                         return Err(error);
+                    }
+                    // Such as memory of a kind in which it takes none. The batch copies all of it.
+                    Err(error) => {
+                        self.longest_pitch = 0;
+                        self.refusal = Some(error);
                     }
                 }
             }

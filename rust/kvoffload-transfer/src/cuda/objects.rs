@@ -156,11 +156,10 @@ impl Stream {
         copied
     }
 
-    /// Copies rows with one call.
+    /// Copies rows with one call. The driver refuses rows in several allocations of the device.
     ///
     /// # Safety
-    /// As for [`Stream::copy`], for every row; all rows are in one allocation of the device and in one
-    /// registration of host memory.
+    /// As for [`Stream::copy`], for every row; all rows are in one registration of host memory.
     pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
         use sys::CUmemorytype::{CU_MEMORYTYPE_DEVICE as DEVICE, CU_MEMORYTYPE_HOST as HOST};
         let (device, host) = (rows.device, rows.host);

@@ -59,9 +59,10 @@ impl Piece {
         self.ranges.iter().map(|range| range.bytes).sum()
     }
 
-    /// How long a range may be for it to fit into a chunk of `chunk` bytes; 0: the piece is full.
-    pub(super) fn room(&self, chunk: u64) -> u64 {
-        if self.ranges.len() == MOST_COPIES {
+    /// How long a range may be for it to fit into a chunk of `chunk` bytes and at most `most` ranges; 0:
+    /// the piece is full.
+    pub(super) fn room(&self, chunk: u64, most: usize) -> u64 {
+        if self.ranges.len() >= most {
             return 0;
         }
         chunk.saturating_sub(self.staging.next_multiple_of(STAGING_ALIGN))
@@ -93,7 +94,7 @@ mod tests {
     #[test]
     fn what_follows_is_packed_and_the_rest_is_aligned() {
         let mut piece = Piece::default();
-        assert_eq!(piece.room(4096), 4096);
+        assert_eq!(piece.room(4096, MOST_COPIES), 4096);
         piece.push(1, 1000, 100, true, Home::default());
         piece.push(2, 1100, 100, true, Home::default());
         piece.push(3, 5000, 10, false, Home::default());
@@ -103,7 +104,8 @@ mod tests {
             .map(|r| (r.staging, r.follows))
             .collect();
         assert_eq!(places, [(0, false), (100, true), (256, false)]);
-        assert_eq!(piece.room(4096), 4096 - 320);
-        assert_eq!(piece.room(266), 0);
+        assert_eq!(piece.room(4096, MOST_COPIES), 4096 - 320);
+        assert_eq!(piece.room(266, 4), 0);
+        assert_eq!(piece.room(4096, 3), 0);
     }
 }

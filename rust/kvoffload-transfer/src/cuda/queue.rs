@@ -10,9 +10,9 @@ use super::staging::Place;
 
 /// The most pieces that keep to the pace.
 const MOST_PIECES: usize = 16;
-/// Bytes in the queues that keep to the pace: what a new job has to wait for, and how long the
-/// thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
-const PACE_BYTES: u64 = 32 << 20;
+/// Bytes in the queues that keep to the pace, and one piece more: what a new job has to wait for, and
+/// how long the thread may sleep before the copy engine has nothing to do (600 us on a fast bus).
+pub(super) const PACE_BYTES: u64 = 32 << 20;
 /// A kernel that takes longer to come through starves; its work takes some 20 microseconds.
 const STARVES: Duration = Duration::from_millis(2);
 /// And for so many bytes one microsecond more: fragments of odd sizes are moved byte by byte.
@@ -89,8 +89,9 @@ pub(super) struct Queue(VecDeque<InFlight>);
 impl Queue {
     pub(super) fn has_room(&self) -> bool {
         let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
-        // One at least behind the one that is under way, however long.
-        self.0.len() < 2 || self.0.len() < MOST_PIECES && bytes < PACE_BYTES
+        // One behind the one that is under way, if that is not too long by itself.
+        let behind_one = self.0.len() == 1 && bytes <= PACE_BYTES;
+        behind_one || self.0.len() < MOST_PIECES && bytes < PACE_BYTES
     }
 
     /// Takes out the oldest piece if it is done.
@@ -124,5 +125,35 @@ impl Queue {
         newest_first
             .find(|older| reused(older))
             .map(|older| Arc::clone(&older.done))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::driver::Device;
+    use super::*;
+
+    #[test]
+    fn what_keeps_to_the_pace() {
+        let device = Device::open(0, 0, false).unwrap();
+        let stream = device.stream(false).unwrap();
+        let has_room = |pieces: &[u64]| {
+            let mut queue = Queue::default();
+            for &bytes in pieces {
+                queue.push(InFlight {
+                    done: Arc::new(stream.record(&device).unwrap()),
+                    bytes,
+                    place: None,
+                    passage: None,
+                });
+            }
+            queue.has_room()
+        };
+        assert!(has_room(&[]));
+        assert!(has_room(&[PACE_BYTES]), "one behind it");
+        assert!(!has_room(&[PACE_BYTES, 1]));
+        assert!(!has_room(&[PACE_BYTES + 1]), "too long by itself");
+        assert!(has_room(&[PACE_BYTES / 2, PACE_BYTES / 2 - 1]));
+        assert!(!has_room(&[1; MOST_PIECES]));
     }
 }

@@ -4,7 +4,7 @@
 //! leave none for tens of milliseconds (attention over long prompts): then staged pieces *starve*, and
 //! others should go the direct way, which needs no multiprocessor. From then on an empty kernel is sent
 //! ahead now and then, and when one comes through in time, so will pieces. Stores keep to the direct way
-//! for a while longer: such kernels come again with every layer, and nobody waits for a store.
+//! for a while longer: such kernels come again with every layer, and a store is seldom waited for.
 
 use std::time::{Duration, Instant};
 
@@ -59,41 +59,42 @@ impl Room {
         let passage = staged.oldest().and_then(|piece| piece.passage.as_mut());
         let state = passage.map(Passage::state).transpose()?;
         self.held_up = state == Some(Is::Computing);
-        self.note(state == Some(Is::Starving), Instant::now());
-        if self.starving && state != Some(Is::Starving) {
-            self.find_out(staged.is_empty(), send)?;
+        let mut starves = state == Some(Is::Starving);
+        self.starving |= starves;
+        if self.starving && !starves {
+            starves = self.find_out(staged.is_empty(), send)?;
         }
+        self.note(starves, Instant::now());
         Ok(())
     }
 
-    /// Notes whether the oldest piece starves now.
+    /// Notes whether something starves now.
     fn note(&mut self, starves: bool, now: Instant) {
-        self.starving |= starves;
-        if self.starving {
+        if starves {
             self.starved = Some(now);
         }
         let since = self.starved.map(|starved| now.duration_since(starved));
         self.wary = self.kind == JobKind::Store && since.is_some_and(|since| since < WARY);
     }
 
-    /// Whether kernels come through again.
+    /// Finds out whether kernels come through again; says whether one starves now.
     fn find_out(
         &mut self,
         may_send: bool,
         send: impl FnOnce() -> Result<Option<Passage>, DriverError>,
-    ) -> Result<(), DriverError> {
+    ) -> Result<bool, DriverError> {
         if let Some((probe, late)) = &mut self.probe {
             match probe.state()? {
-                Is::OnItsWay | Is::Computing => return Ok(()),
+                Is::OnItsWay | Is::Computing => return Ok(false),
                 Is::Starving => {
                     // One at a time: what is put behind it starves as well.
                     *late = true;
-                    return Ok(());
+                    return Ok(true);
                 }
                 Is::Over if *late => self.probe = None,
                 Is::Over => {
                     (self.starving, self.probe) = (false, None);
-                    return Ok(());
+                    return Ok(false);
                 }
             }
         }
@@ -105,7 +106,7 @@ impl Room {
                 Err(_) => {}
             }
         }
-        Ok(())
+        Ok(false)
     }
 
     /// Nothing is in the queues any more.
@@ -126,12 +127,12 @@ mod tests {
             room.note(false, begin);
             assert!(!room.is_short());
             room.note(true, begin);
-            room.note(false, begin + 9 * WARY);
-            assert!(room.is_short(), "nothing has come through since");
-            room.starving = false; // as a probe finds out
-            room.note(false, begin + 9 * WARY + WARY / 2);
+            room.note(false, begin + WARY / 2);
             assert_eq!(room.is_short(), kind == JobKind::Store);
-            room.note(false, begin + 10 * WARY);
+            room.note(true, begin + WARY / 2);
+            room.note(false, begin + WARY);
+            assert_eq!(room.is_short(), kind == JobKind::Store);
+            room.note(false, begin + 2 * WARY);
             assert!(!room.is_short());
         }
     }

@@ -17,7 +17,7 @@ use crate::notices::Notices;
 pub(super) struct Common {
     pub(super) device: Arc<Device>,
     pub(super) layout: Arc<KvLayout>,
-    pub(super) tensors: Vec<Place>,
+    pub(super) tensors: Vec<TensorPlace>,
     /// After the last copies of each job that is in the queues as a whole.
     pub(super) after: Mutex<HashMap<u64, Ends>>,
     pub(super) counters: Counters,
@@ -26,7 +26,7 @@ pub(super) struct Common {
 
 /// Where a tensor is on the device.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct TensorPlace {
     /// Of its first block.
     pub(super) address: u64,
     /// Start of the allocation that it is in.

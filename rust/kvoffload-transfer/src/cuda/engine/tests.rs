@@ -1,6 +1,7 @@
 //! Random jobs of an engine on the simulated device, against a model; and controls without each wait.
 
 mod cancel;
+mod rows;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvoffload_core::pool::Slot;
 
 use super::*;
-use crate::cuda::driver::{Op, fresh};
+use crate::cuda::driver::{Known, Op, fresh};
 use crate::region::Backing;
 use crate::verify::Verify;
 
@@ -18,6 +19,14 @@ const BLOCKS: usize = 96;
 const SLOTS: usize = 40;
 const PAGES: [usize; 3] = [8192, 4096, 5000];
 const LONG: Duration = Duration::from_secs(60);
+
+/// Memory of the device, in one allocation.
+fn known(memory: &[u8]) -> Known {
+    Known::new(
+        memory.as_ptr().expose_provenance() as u64,
+        memory.len() as u64,
+    )
+}
 
 /// What the rig is made with.
 #[derive(Clone, Default)]
@@ -36,6 +45,8 @@ struct Rig {
     /// The stream on which the engine computes.
     compute: usize,
     tensors: Vec<Box<[u8]>>,
+    /// To the driver each tensor is an allocation.
+    _known: Vec<Known>,
     /// What every block should hold when all that was submitted has been done.
     blocks: Vec<[Vec<u8>; 3]>,
     slots: Vec<Option<Vec<[Vec<u8>; 3]>>>,
@@ -97,6 +108,7 @@ impl Rig {
                 ..EngineConfig::default()
             },
         };
+        let known = tensors.iter().map(|tensor| known(tensor)).collect();
         // SAFETY: the tensors are `Rig`'s, which shuts the engine down before they go; the rig leaves the
         // blocks of live jobs alone.
         let engine = unsafe { CudaEngine::new(config) }.unwrap();
@@ -104,6 +116,7 @@ impl Rig {
             engine,
             compute: fresh() as usize,
             tensors,
+            _known: known,
             blocks: vec![PAGES.map(|page| vec![0; page]); BLOCKS],
             slots: vec![None; SLOTS],
             per_chunk: per_chunk as usize,
@@ -293,6 +306,9 @@ impl Rig {
         }
         self.take();
         assert_eq!(self.refused, []);
+        if device.row_answer.load(Ordering::Relaxed) == 0 {
+            assert_eq!(device.refused_rows.load(Ordering::Relaxed), 0);
+        }
         let mut right = !self.wrong.load(Ordering::Relaxed);
         for (block, pages) in self.blocks.iter().enumerate() {
             for (tensor, page) in pages.iter().enumerate() {
@@ -562,33 +578,6 @@ fn one_failed_call_is_made_good() {
             let what = format!("call {call} with {code} on the {} path", path.name());
             assert!(rig.is_right(), "{what}");
         }
-    }
-}
-
-/// Neighbouring blocks that go to neighbouring slots are rows; where the driver takes none, a batch is
-/// made of them, and none are tried again.
-#[test]
-fn neighbours_are_copied_as_rows() {
-    for refused in [false, true] {
-        let mut rig = Rig::new(Setup {
-            path: CopyPath::Only(Path::Direct),
-            ..Setup::default()
-        });
-        rig.write();
-        store_half(&mut rig, false);
-        rig.engine.wait(&[1], LONG).unwrap();
-        let stats = CudaStatsOf::from(rig.engine.device_stats());
-        assert_eq!(stats["row_copies"], PAGES.len() as u64);
-        if refused {
-            rig.engine.common.device.no_rows();
-        }
-        for upper in [true, false, true] {
-            store_half(&mut rig, upper);
-        }
-        assert!(rig.is_right());
-        let stats = CudaStatsOf::from(rig.engine.device_stats());
-        let copies = if refused { 1 } else { 4 };
-        assert_eq!(stats["row_copies"], copies * PAGES.len() as u64);
     }
 }
 

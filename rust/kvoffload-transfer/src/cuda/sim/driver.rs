@@ -6,13 +6,14 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
 
 use super::error::{CudaUnavailable, DriverError};
 use super::fragment::{Fragment, Way};
+use super::rows::Rows;
 
 /// The device is always there.
 pub fn unavailable() -> Option<CudaUnavailable> {
@@ -150,6 +151,41 @@ fn copy(target: u64, source: u64, bytes: usize) {
     }
 }
 
+/// Start and end of all memory that copies of rows may lie in: allocations of the device, and host memory
+/// that is allocated or registered with it.
+static KNOWN: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+
+/// Memory that the driver knows as one, until this is dropped.
+pub(super) struct Known(u64);
+
+impl Known {
+    pub(super) fn new(address: u64, bytes: u64) -> Self {
+        learn(address, bytes);
+        Self(address)
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        forget(self.0);
+    }
+}
+
+fn learn(address: u64, bytes: u64) {
+    KNOWN.lock().push((address, address + bytes));
+}
+
+fn forget(address: u64) {
+    KNOWN.lock().retain(|&(start, _)| start != address);
+}
+
+/// Start and end of what the driver knows as one and an address lies in.
+fn known(address: u64) -> Option<(u64, u64)> {
+    let known = KNOWN.lock();
+    let mut found = known.iter().copied();
+    found.find(|&(start, end)| (start..end).contains(&address))
+}
+
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 pub(super) fn fresh() -> u64 {
@@ -161,8 +197,10 @@ pub(super) struct Device {
     /// Which call of the driver from now on fails, and with which code; from 700 on all later ones, too.
     pub(super) failure: Mutex<Option<(u64, u32)>>,
     lost: AtomicBool,
-    /// Copies of rows are refused.
-    refuses_rows: AtomicBool,
+    /// With which code copies of rows are refused; 0: they are not.
+    pub(super) row_answer: AtomicU32,
+    /// Copies of rows that were refused.
+    pub(super) refused_rows: AtomicU64,
 }
 
 impl Device {
@@ -179,7 +217,8 @@ impl Device {
             }),
             failure: Mutex::new(None),
             lost: AtomicBool::new(false),
-            refuses_rows: AtomicBool::new(false),
+            row_answer: AtomicU32::new(0),
+            refused_rows: AtomicU64::new(0),
         }))
     }
 
@@ -202,10 +241,13 @@ impl Device {
         Ok(i32::MAX as u64)
     }
 
-    /// Tensors are allocations of their own.
-    #[expect(clippy::unused_self, reason = "the real one asks the driver")]
-    pub(super) fn allocation(&self, address: u64) -> u64 {
-        address
+    #[expect(
+        clippy::unnecessary_wraps,
+        clippy::unused_self,
+        reason = "the real one asks the driver"
+    )]
+    pub(super) fn allocation(&self, address: u64) -> Result<u64, DriverError> {
+        Ok(known(address).map_or(address, |(start, _)| start))
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -244,31 +286,42 @@ impl Device {
         clippy::unused_self,
         reason = "the real one may fail"
     )]
-    pub(super) unsafe fn register(
-        &self,
-        _address: *mut u8,
-        _bytes: u64,
-    ) -> Result<(), DriverError> {
+    pub(super) unsafe fn register(&self, address: *mut u8, bytes: u64) -> Result<(), DriverError> {
+        learn(address.addr() as u64, bytes);
         Ok(())
     }
 
     /// # Safety
     /// None is needed.
     #[expect(clippy::unused_self, reason = "the real one has a context")]
-    pub(super) unsafe fn unregister(&self, _address: *mut u8) {}
-
-    /// From now on copies of rows are refused.
-    pub(super) fn no_rows(&self) {
-        self.refuses_rows.store(true, Ordering::Relaxed);
+    pub(super) unsafe fn unregister(&self, address: *mut u8) {
+        forget(address.addr() as u64);
     }
 
-    /// A copy of rows.
-    pub(super) fn call_rows(&self) -> Result<(), DriverError> {
+    /// A copy of rows: it may be refused, and is if they are not all in the same memory on both sides.
+    pub(super) fn call_rows(&self, rows: &Rows) -> Result<(), DriverError> {
         let call = "cuMemcpy2DAsync";
-        match self.refuses_rows.load(Ordering::Relaxed) {
-            true => Err(simulated(call, 1)),
-            false => self.call(call),
+        let answer = self.row_answer.load(Ordering::Relaxed);
+        let (mut devices, mut hosts): (Vec<_>, Vec<_>) = (Vec::new(), Vec::new());
+        for (device, host) in rows.each() {
+            for at in [0, rows.width - 1] {
+                devices.push(known(device + at));
+                hosts.push(known(host as u64 + at));
+            }
         }
+        let apart = |all: &[Option<(u64, u64)>]| {
+            all[0].is_none() || all.iter().any(|found| found != &all[0])
+        };
+        let code = if apart(&devices) || apart(&hosts) {
+            1
+        } else {
+            answer
+        };
+        if code == 0 {
+            return self.call(call);
+        }
+        self.refused_rows.fetch_add(1, Ordering::Relaxed);
+        Err(simulated(call, code))
     }
 
     /// One call of the driver.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvoffload_core::jobs::JobKind;
 
 use super::batch::Batch;
-use super::driver::{Device, Op, fresh};
+use super::driver::{Device, Known, Op, fresh};
 use super::error::DriverError;
 use super::rows::Rows;
 
@@ -105,7 +105,7 @@ impl Stream {
     /// # Safety
     /// As for the real one.
     pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
-        self.device.call_rows()?;
+        self.device.call_rows(rows)?;
         for (device, host) in rows.each() {
             let (target, source) = match kind {
                 JobKind::Store => (host as u64, device),
@@ -149,6 +149,7 @@ impl Stream {
 struct Memory {
     base: *mut u8,
     layout: Layout,
+    _known: Known,
 }
 
 // SAFETY: plain memory, tied to no thread.
@@ -164,8 +165,12 @@ impl Memory {
         assert!(!base.is_null());
         // SAFETY: just allocated. What is read before it was written shows.
         unsafe { base.write_bytes(0xee, bytes) };
-        base.expose_provenance();
-        Self { base, layout }
+        let _known = Known::new(base.expose_provenance() as u64, bytes as u64);
+        Self {
+            base,
+            layout,
+            _known,
+        }
     }
 }
 

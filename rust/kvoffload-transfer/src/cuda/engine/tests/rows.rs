@@ -1,0 +1,198 @@
+//! Copies of many rows with one call, in engines of more layers and slots than the rig has.
+
+use super::*;
+
+const LAYERS: usize = 20;
+const PAGE: usize = 4096;
+const MANY: usize = 600;
+
+/// An engine on the direct path whose tensors have equal pages, in one allocation or in one each.
+struct Layers {
+    engine: CudaEngine,
+    memory: Box<[u8]>,
+    _known: Vec<Known>,
+    jobs: u64,
+}
+
+impl Layers {
+    fn new(one_allocation: bool, staging_bytes: u64) -> Self {
+        let memory = vec![0; LAYERS * MANY * PAGE].into_boxed_slice();
+        let tensors = memory.chunks(MANY * PAGE);
+        let shapes = tensors.clone().map(|tensor| DeviceTensor {
+            address: tensor.as_ptr().expose_provenance() as u64,
+            layout: TensorLayout {
+                num_blocks: MANY as u32,
+                block_stride: PAGE as u64,
+                page_bytes: PAGE as u64,
+            },
+        });
+        let groups = vec![
+            (0..LAYERS as u32)
+                .map(|tensor| PageRef {
+                    tensor,
+                    page_bytes: PAGE as u64,
+                })
+                .collect::<Vec<_>>(),
+        ];
+        let known = match one_allocation {
+            true => vec![known(&memory)],
+            false => tensors.map(known).collect(),
+        };
+        let config = CudaConfig {
+            device: 3,
+            tensors: shapes.collect(),
+            slot_bytes: kvoffload_core::layout::slot_bytes(&groups, 1),
+            groups,
+            blocks_per_chunk: 1,
+            num_slots: MANY as u32,
+            backing: Backing::Private,
+            keep_alive: None,
+            copy_path: CopyPath::Only(Path::Direct),
+            staging_bytes,
+            pinning: Pinning::Register,
+            kernel_blocks: None,
+            faults: CudaFaults::default(),
+            engine: EngineConfig::default(),
+        };
+        // SAFETY: the memory is `Layers`', which shuts the engine down before it goes, and leaves the blocks
+        // of live jobs alone.
+        let engine = unsafe { CudaEngine::new(config) }.unwrap();
+        Self {
+            engine,
+            memory,
+            _known: known,
+            jobs: 0,
+        }
+    }
+
+    /// Every page, as (layer, block) and its bytes.
+    fn pages(&mut self) -> impl Iterator<Item = ((usize, usize), &mut [u8])> {
+        let pages = self.memory.chunks_mut(PAGE).enumerate();
+        pages.map(|(at, page)| ((at / MANY, at % MANY), page))
+    }
+
+    fn fill(&mut self, value: impl Fn(usize, usize) -> u8) {
+        self.pages()
+            .for_each(|((layer, block), page)| page.fill(value(layer, block)));
+    }
+
+    /// Runs one job of slots and blocks to its end.
+    fn run(&mut self, kind: JobKind, blocks: &[u32], slots: &[u32]) {
+        self.jobs += 1;
+        let slots: Vec<Slot> = slots.iter().map(|&slot| Slot::new(slot)).collect();
+        let geometry = Geometry {
+            block_ids: blocks,
+            group_sizes: &[blocks.len() as u32],
+            block_indices: &[0],
+            slots: &slots,
+        };
+        // SAFETY: a stream of the simulated device.
+        unsafe {
+            self.engine
+                .submit(kind, self.jobs, geometry, fresh() as usize)
+        }
+        .unwrap();
+        self.engine.wait(&[self.jobs], LONG).unwrap();
+        for end in self.engine.take_finished() {
+            assert_eq!(end.outcome, Ok(()));
+        }
+    }
+
+    /// Stores blocks to slots, loads them to others, and answers how many copies were of several rows in
+    /// each of the two.
+    fn there_and_back(&mut self, blocks: &[u32], slots: &[u32], others: &[u32]) -> [u64; 2] {
+        let value = |layer: usize, block: usize| (layer * 7 + block * 3 + block / 64) as u8;
+        self.fill(value);
+        let before = self.stat("row_copies");
+        self.run(JobKind::Store, blocks, slots);
+        let between = self.stat("row_copies");
+        self.fill(|_, _| 0);
+        self.run(JobKind::Load, others, slots);
+        let mut from = vec![None; MANY];
+        for (&block, &other) in blocks.iter().zip(others) {
+            from[other as usize] = Some(block as usize);
+        }
+        for ((layer, block), page) in self.pages() {
+            let expected = from[block].map_or(0, |block| value(layer, block));
+            assert!(
+                page.iter().all(|&byte| byte == expected),
+                "layer {layer}, block {block}"
+            );
+        }
+        [between - before, self.stat("row_copies") - between]
+    }
+
+    fn stat(&self, name: &str) -> u64 {
+        CudaStatsOf::from(self.engine.device_stats())[name]
+    }
+
+    fn refused_rows(&self) -> u64 {
+        let refused = &self.engine.common.device.refused_rows;
+        refused.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Layers {
+    fn drop(&mut self) {
+        assert_eq!(self.engine.shutdown(LONG).stuck_threads, 0);
+    }
+}
+
+fn numbers(range: std::ops::Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+/// Every third one or so, in no order.
+fn scattered(count: u32) -> Vec<u32> {
+    (0..count).map(|at| at * 371 % MANY as u32).collect()
+}
+
+/// Of neighbouring blocks and slots every tensor's pages are rows, in every piece of the region by
+/// themselves.
+#[test]
+fn neighbours_are_rows_of_each_tensor() {
+    let mut layers = Layers::new(false, 0);
+    let layout = &layers.engine.common.layout;
+    assert!(layout.piece_bytes() * 2 < layout.slot_bytes() * 500);
+    let copies = layers.there_and_back(&numbers(100..600), &numbers(50..550), &numbers(0..500));
+    assert!(
+        copies.iter().all(|&copies| copies >= 3 * LAYERS as u64),
+        "{copies:?}"
+    );
+    let copies = layers.there_and_back(&scattered(500), &numbers(50..550), &scattered(500));
+    assert_eq!(copies, [0, 0]);
+    assert_eq!((layers.refused_rows(), layers.stat("retries")), (0, 0));
+}
+
+/// Of scattered blocks the layers are rows, where all are in one allocation.
+#[test]
+fn layers_are_rows_in_one_allocation() {
+    let mut layers = Layers::new(true, 0);
+    let copies = layers.there_and_back(&scattered(500), &scattered(500), &numbers(100..600));
+    assert!(copies.iter().all(|&copies| copies >= 490), "{copies:?}");
+    assert_eq!((layers.refused_rows(), layers.stat("retries")), (0, 0));
+}
+
+/// Whatever the driver says to rows, a batch is made of them, and none are tried again.
+#[test]
+fn refused_rows_are_copied_in_a_batch() {
+    for code in [1, 2, 801] {
+        for staging_bytes in [0, 4 << 20] {
+            let mut layers = Layers::new(false, staging_bytes);
+            let answer = &layers.engine.common.device.row_answer;
+            answer.store(code, Ordering::Relaxed);
+            for _ in 0..2 {
+                let copies =
+                    layers.there_and_back(&numbers(0..99), &numbers(0..99), &numbers(0..99));
+                assert_eq!(copies, [0, 0]);
+            }
+            // Once in each direction.
+            assert_eq!((layers.refused_rows(), layers.stat("retries")), (2, 0));
+            let notices = layers.engine.take_notices();
+            let said = notices
+                .iter()
+                .filter(|text| text.contains("copies no rows"));
+            assert_eq!(said.count(), 1, "{notices:?}");
+        }
+    }
+}
