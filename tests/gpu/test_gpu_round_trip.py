@@ -148,13 +148,14 @@ def test_layers_of_one_allocation_are_rows_of_one_copy(page: int) -> None:
 
 
 def test_rows_in_memory_that_torch_maps_piece_by_piece() -> None:
-    """Expandable segments: what is one tensor may be several allocations of the driver."""
+    """Expandable segments: the driver copies rows there, or says that it does not."""
     code = """
         import os
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         import json, random
-        from gpu_kit import Rig, run_script
+        from gpu_kit import Rig
         rng = random.Random(1)
+        said = []
         for one_allocation in (False, True):
             with Rig([[16384] * 32], blocks=1200, slots=600, path="direct",
                      one_allocation=one_allocation) as rig:
@@ -163,10 +164,11 @@ def test_rows_in_memory_that_torch_maps_piece_by_piece() -> None:
                 rig.done(rig.load(range(600), range(600, 1200)))
                 rig.done(rig.store(rng.sample(range(1200), 600), range(600)))
                 rig.check()
-                assert rig.core.stats()["retries"] == 0
-        print(json.dumps({"notices": rig.core.take_notices()}))
+                said.append([rig.core.stats()["row_copies"], rig.core.take_notices()])
+        print(json.dumps({"said": said}))
     """
-    run_script(textwrap.dedent(code))
+    for row_copies, notices in run_script(textwrap.dedent(code))["said"]:
+        assert row_copies > 0 or any("rows" in notice for notice in notices)
 
 
 def test_one_slot_goes_to_many_blocks(path: str) -> None:

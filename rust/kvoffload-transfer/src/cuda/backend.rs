@@ -35,7 +35,7 @@ use crate::host::KeepAlive;
 /// another load, and loads are waited for.
 const DIRECT_STORE: u64 = PACE_BYTES;
 const DIRECT_LOAD: u64 = 8 << 20;
-/// The most copies of a direct piece: the driver may take a microsecond for each.
+/// The most copies of a direct piece: the driver takes a microsecond or more for each.
 const DIRECT_COPIES: usize = 8192;
 /// Bytes of a job's first piece. Each of the next staged ones is twice as long, up to a chunk, and towards
 /// the end each is half of what is left: so the copy engine starts soon, and little is left to do on
@@ -212,9 +212,9 @@ impl CudaBackend {
             JobKind::Load => DIRECT_LOAD,
         };
         let path = self.path_now(job);
-        let most = match path {
-            Path::Direct => DIRECT_COPIES,
-            Path::Staged => MOST_COPIES,
+        let most = match (job.path, path) {
+            (Some(_), Path::Staged) => MOST_COPIES,
+            _ => DIRECT_COPIES,
         };
         let chunk = match (job.path, path) {
             (Some(_), Path::Direct) => direct,
@@ -223,6 +223,7 @@ impl CudaBackend {
             (Some(_), Path::Staged) => {
                 let longest = self.mover.chunk().unwrap_or(direct);
                 longest
+                    .min(PACE_BYTES) // A longer one would keep others from overlapping with it.
                     .min(FIRST_PIECE << job.pieces.min(16))
                     .min((job.left / 2).max(FIRST_PIECE))
             }
@@ -265,8 +266,8 @@ impl CudaBackend {
         };
         if let Some(error) = self.mover.take_refusal() {
             self.common.notices.add(format!(
-                "the driver copies no rows of this memory ({error}): short fragments take longer on the \
-                 direct path"
+                "the driver has refused to copy rows ({error}): no more are made, so short fragments take \
+                 longer on the direct path"
             ));
         }
         match sent {

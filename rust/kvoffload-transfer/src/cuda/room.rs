@@ -117,7 +117,31 @@ impl Room {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::thread;
+
+    use super::super::driver::{Device, Op, fresh};
     use super::*;
+
+    #[test]
+    fn a_late_probe_keeps_stores_away_as_well() {
+        let device = Device::open(0, 0, false).unwrap();
+        let stream = device.stream(false).unwrap();
+        device.push(stream.id, Op::Wait(fresh()));
+        let over = Arc::new(stream.record(&device).unwrap());
+        let (mut room, mut staged) = (Room::new(JobKind::Store), Queue::default());
+        room.starving = true;
+        let probe = || Ok(Some(Passage::new([None, None], Arc::clone(&over), 0)));
+        room.look(&mut staged, probe).unwrap();
+        assert_eq!(room.starved, None);
+        for _ in 0..2 {
+            // From the first time on it could run.
+            room.look(&mut staged, || Ok(None)).unwrap();
+            thread::sleep(Duration::from_millis(5));
+        }
+        room.look(&mut staged, || Ok(None)).unwrap();
+        assert!(room.starved.is_some() && room.wary);
+    }
 
     #[test]
     fn stores_keep_away_for_a_while_and_loads_do_not() {

@@ -176,7 +176,9 @@ fn learn(address: u64, bytes: u64) {
 }
 
 fn forget(address: u64) {
-    KNOWN.lock().retain(|&(start, _)| start != address);
+    let mut known = KNOWN.lock();
+    let at = known.iter().position(|&(start, _)| start == address);
+    known.swap_remove(at.expect("it was learnt"));
 }
 
 /// Start and end of what the driver knows as one and an address lies in.

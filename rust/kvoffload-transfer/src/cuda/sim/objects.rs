@@ -149,7 +149,7 @@ impl Stream {
 struct Memory {
     base: *mut u8,
     layout: Layout,
-    _known: Known,
+    known: Option<Known>,
 }
 
 // SAFETY: plain memory, tied to no thread.
@@ -165,17 +165,19 @@ impl Memory {
         assert!(!base.is_null());
         // SAFETY: just allocated. What is read before it was written shows.
         unsafe { base.write_bytes(0xee, bytes) };
-        let _known = Known::new(base.expose_provenance() as u64, bytes as u64);
+        let known = Some(Known::new(base.expose_provenance() as u64, bytes as u64));
         Self {
             base,
             layout,
-            _known,
+            known,
         }
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        // Before others can have the address.
+        drop(self.known.take());
         // SAFETY: allocated in `new` with this layout.
         unsafe { dealloc(self.base, self.layout) };
     }
