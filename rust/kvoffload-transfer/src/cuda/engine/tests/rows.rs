@@ -19,41 +19,15 @@ impl Layers {
     fn new(one_allocation: bool, staging_bytes: u64) -> Self {
         let memory = vec![0; LAYERS * MANY * PAGE].into_boxed_slice();
         let tensors = memory.chunks(MANY * PAGE);
-        let shapes = tensors.clone().map(|tensor| DeviceTensor {
-            address: tensor.as_ptr().expose_provenance() as u64,
-            layout: TensorLayout {
-                num_blocks: MANY as u32,
-                block_stride: PAGE as u64,
-                page_bytes: PAGE as u64,
-            },
-        });
-        let groups = vec![
-            (0..LAYERS as u32)
-                .map(|tensor| PageRef {
-                    tensor,
-                    page_bytes: PAGE as u64,
-                })
-                .collect::<Vec<_>>(),
-        ];
+        let shapes = tensors.clone().map(|memory| tensor(memory, PAGE)).collect();
         let known = match one_allocation {
             true => vec![known(&memory)],
             false => tensors.map(known).collect(),
         };
         let config = CudaConfig {
-            device: 3,
-            tensors: shapes.collect(),
-            slot_bytes: kvoffload_core::layout::slot_bytes(&groups, 1),
-            groups,
-            blocks_per_chunk: 1,
-            num_slots: MANY as u32,
-            backing: Backing::Private,
-            keep_alive: None,
             copy_path: CopyPath::Only(Path::Direct),
             staging_bytes,
-            pinning: Pinning::Register,
-            kernel_blocks: None,
-            faults: CudaFaults::default(),
-            engine: EngineConfig::default(),
+            ..config(shapes, MANY, 1)
         };
         // SAFETY: the memory is `Layers`', which shuts the engine down before it goes, and leaves the blocks
         // of live jobs alone.
