@@ -117,10 +117,10 @@ def test_neighbouring_blocks_are_rows_of_one_copy(page: int, padding: int) -> No
         rig.done(rig.store(range(100, 500), range(slots)))
         rig.check()
         stored = rig.core.stats()["row_copies"]
-        assert (stored >= layers) == (page <= 16_384)
+        assert stored >= layers
         rig.done(rig.load(range(slots), range(600, 1000)))
         rig.check()
-        assert (rig.core.stats()["row_copies"] >= stored + layers) == (page <= 16_384)
+        assert rig.core.stats()["row_copies"] >= stored + layers
         holes = [at for at in range(slots) if at % 50 < 41]
         rig.done(rig.store([at + 3 for at in holes], holes))
         rig.done(rig.load(range(399, 199, -1), range(300, 100, -1)))
@@ -143,7 +143,7 @@ def test_layers_of_one_allocation_are_rows_of_one_copy(page: int) -> None:
         rig.done(rig.load(places, rng.sample(range(blocks), slots)))
         rig.check()
         stats = rig.core.stats()
-        assert (stats["row_copies"] >= 2 * slots - 8) == (page <= 16_384)
+        assert stats["row_copies"] >= 2 * slots - 8
         assert stats["retries"] == 0
 
 

@@ -24,7 +24,7 @@ use super::error::{CudaUnavailable, DriverError};
 
 /// The oldest driver whose loader takes our kernels (PTX 7.0): CUDA 11.0.
 const OLDEST_DRIVER: i32 = 11_000;
-/// The first driver that has `cuMemcpyBatchAsync`.
+/// The first driver that has `cuMemcpyBatchAsync` and `cuMemcpy3DBatchAsync`.
 const BATCH_DRIVER: i32 = 12_080;
 
 /// Turns a driver's answer into a result.
@@ -115,6 +115,7 @@ pub(super) struct Device {
     name: String,
     pci: Option<String>,
     has_batch: bool,
+    has_row_batch: bool,
     /// The context is gone.
     lost: AtomicBool,
     pub(super) free_events: Mutex<Vec<RawEvent>>,
@@ -175,6 +176,7 @@ impl Device {
             name: text(&name),
             pci: pci_known.then(|| text(&pci).to_lowercase()),
             has_batch: version >= BATCH_DRIVER && has_function(b"cuMemcpyBatchAsync"),
+            has_row_batch: version >= BATCH_DRIVER && has_function(b"cuMemcpy3DBatchAsync"),
             lost: AtomicBool::new(false),
             free_events: Mutex::default(),
             keep_capture_mode,
@@ -204,8 +206,11 @@ impl Device {
         Ok(u32::try_from(count).unwrap_or(1).max(1))
     }
 
-    /// The most bytes from row to row of one copy.
+    /// The most bytes from row to row of one copy; 0 where the driver has no batches of such copies.
     pub(super) fn longest_pitch(&self) -> Result<u64, DriverError> {
+        if !self.has_row_batch {
+            return Ok(0);
+        }
         let what = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_PITCH;
         let mut bytes = 0;
         // SAFETY: a place for one number; the device is open.

@@ -1,8 +1,8 @@
 //! Puts one direction's copies into the device's queues, piece by piece, on either path.
 //!
-//! - *direct*: the copy engine moves every range by itself, equally spaced ones as rows of one copy
-//!   (`rows`), the others in a batch (`cuMemcpyBatchAsync`, or one call per range on drivers that lack
-//!   it). Best where ranges are long.
+//! - *direct*: the copy engine moves every range by itself: equally spaced ones as rows of one copy
+//!   (`rows`), such copies in one batch (`cuMemcpy3DBatchAsync`), all other ranges in another
+//!   (`cuMemcpyBatchAsync`, or one call per range on drivers that lack it). Best where ranges are long.
 //! - *staged*: a kernel packs the ranges into staging memory on the device, or unpacks them from it,
 //!   and the copy engine moves what lies together in host memory, whole slots mostly. The staging
 //!   memory is a ring, so that packing one piece overlaps with copying another.
@@ -101,7 +101,7 @@ pub(super) struct Mover {
     /// By path.
     queues: [Queue; 2],
     room: Room,
-    /// The most bytes from row to row; 0: no copies of several rows.
+    /// The most bytes from row to row; 0 if there are no copies of several rows.
     longest_pitch: u64,
     /// Why there are none from now on, until it is taken.
     refusal: Option<DriverError>,
@@ -270,28 +270,25 @@ impl Mover {
 
     /// Copies each range between its places on both sides; says how many copies were of several rows.
     unsafe fn copy_ranges(&mut self, piece: &Piece, pageable: bool) -> Result<u64, DriverError> {
-        let mut row_copies = 0;
         // The driver copies pageable memory at once, and rows of it one by one.
         let longest = if pageable { 0 } else { self.longest_pitch };
-        for rows in self.finder.find(piece, self.kind, longest) {
-            if rows.is_worth_a_call(self.kind) && self.longest_pitch > 0 {
-                // SAFETY: passed on to the caller.
-                match unsafe { self.direct.copy_rows(self.kind, rows) } {
-                    Ok(()) => {
-                        row_copies += 1;
-                        continue;
-                    }
-                    Err(error) if error.is_fatal() => {
-                        self.batch.clear();
-                        return Err(error);
-                    }
-                    // Such as memory of a kind in which it takes none. The batch copies all of it.
-                    Err(error) => {
-                        self.longest_pitch = 0;
-                        self.refusal = Some(error);
-                    }
+        let (mut many, few) = self.finder.find(piece, self.kind, longest);
+        let mut row_copies = many.len() as u64;
+        if !many.is_empty() {
+            // SAFETY: passed on to the caller.
+            match unsafe { self.direct.copy_rows(self.kind, many) } {
+                Ok(()) => many = &[],
+                Err(error) if error.is_fatal() => return Err(error),
+                // Such as memory of a kind in which it takes none. The batch copies all of them, also
+                // what was copied before the refusal.
+                Err(error) => {
+                    row_copies = 0;
+                    self.longest_pitch = 0;
+                    self.refusal = Some(error);
                 }
             }
+        }
+        for rows in many.iter().chain(few) {
             for (device, host) in rows.each() {
                 self.batch.add(device, host, rows.width);
                 if self.batch.is_full() {

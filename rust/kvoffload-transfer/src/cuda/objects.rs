@@ -156,42 +156,24 @@ impl Stream {
         copied
     }
 
-    /// Copies rows with one call. The driver refuses rows in several allocations of the device.
+    /// Makes copies of several rows each, all with one call. The driver refuses rows in several allocations
+    /// of the device; then some of the others may have been copied.
     ///
     /// # Safety
-    /// As for [`Stream::copy`], for every row; all rows are in one registration of host memory.
-    pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
-        use sys::CUmemorytype::{CU_MEMORYTYPE_DEVICE as DEVICE, CU_MEMORYTYPE_HOST as HOST};
-        let (device, host) = (rows.device, rows.host);
-        let steps = (rows.device_step as usize, rows.host_step as usize);
-        let (from, to, source_step, target_step) = match kind {
-            JobKind::Store => (DEVICE, HOST, steps.0, steps.1),
-            JobKind::Load => (HOST, DEVICE, steps.1, steps.0),
-        };
-        let (source, target) = match kind {
-            JobKind::Store => ((ptr::null(), device), (host, 0)),
-            JobKind::Load => ((ptr::with_exposed_provenance(host), 0), (0, device)),
-        };
-        let copy = sys::CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: from,
-            srcHost: source.0,
-            srcDevice: source.1,
-            srcArray: ptr::null_mut(),
-            srcPitch: source_step,
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: to,
-            dstHost: ptr::with_exposed_provenance_mut(target.0),
-            dstDevice: target.1,
-            dstArray: ptr::null_mut(),
-            dstPitch: target_step,
-            WidthInBytes: rows.width as usize,
-            Height: rows.count as usize,
-        };
-        // SAFETY: the driver reads `copy` during the call; the rows by the caller's promise.
-        unsafe { call!(cuMemcpy2DAsync_v2(&raw const copy, self.raw)) }
+    /// As for [`Stream::copy`], for every row; all rows of a copy are in one registration of host memory.
+    pub(super) unsafe fn copy_rows(&self, kind: JobKind, all: &[Rows]) -> Result<(), DriverError> {
+        let mut copies: Vec<_> = all.iter().map(|rows| row_copy(kind, rows)).collect();
+        let mut failed = usize::MAX;
+        // SAFETY: the driver reads `copies` during the call; the rows by the caller's promise.
+        unsafe {
+            call!(cuMemcpy3DBatchAsync(
+                copies.len(),
+                copies.as_mut_ptr(),
+                &raw mut failed,
+                0,
+                self.raw,
+            ))
+        }
     }
 
     /// # Safety
@@ -199,20 +181,10 @@ impl Stream {
     unsafe fn enqueue(&self, batch: &mut Batch, pageable: bool) -> Result<(), DriverError> {
         let count = batch.sizes.len();
         if count > 1 && self.device.has_batch() && !pageable {
-            let location = sys::CUmemLocation {
-                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
-                id: 0,
-            };
-            // A host source has no writer left when a load starts (the fence sees to that), so it may
-            // be read early. A device source has: the steps before.
-            let order = match batch.kind {
-                JobKind::Store => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-                JobKind::Load => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-            };
             let mut attributes = sys::CUmemcpyAttributes {
-                srcAccessOrder: order,
-                srcLocHint: location,
-                dstLocHint: location,
+                srcAccessOrder: access_order(batch.kind),
+                srcLocHint: NO_LOCATION,
+                dstLocHint: NO_LOCATION,
                 flags: 0,
             };
             let (mut first, mut failed) = (0usize, usize::MAX);
@@ -265,6 +237,55 @@ impl Stream {
     pub(super) fn synchronize(&self) -> Result<(), DriverError> {
         // SAFETY: the stream is `self`'s.
         unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+}
+
+/// Not managed memory: the driver knows where it is.
+const NO_LOCATION: sys::CUmemLocation = sys::CUmemLocation {
+    type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
+    id: 0,
+};
+
+/// When the sources of a batch may be read.
+fn access_order(kind: JobKind) -> sys::CUmemcpySrcAccessOrder {
+    match kind {
+        // A device source has writers: the steps before.
+        JobKind::Store => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+        // A host source has none left when a load starts (the fence sees to that).
+        JobKind::Load => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+    }
+}
+
+/// Rows as the driver takes them.
+fn row_copy(kind: JobKind, rows: &Rows) -> sys::CUDA_MEMCPY3D_BATCH_OP {
+    let count = rows.count as usize;
+    let side = |address, step: u64| sys::CUmemcpy3DOperand {
+        type_: sys::CUmemcpy3DOperandType::CU_MEMCPY_OPERAND_TYPE_POINTER,
+        op: sys::CUmemcpy3DOperand_st__bindgen_ty_1 {
+            ptr: sys::CUmemcpy3DOperand_st__bindgen_ty_1__bindgen_ty_1 {
+                ptr: address,
+                rowLength: step as usize,
+                layerHeight: count,
+                locHint: NO_LOCATION,
+            },
+        },
+    };
+    let device = side(rows.device, rows.device_step);
+    let host = side(rows.host as u64, rows.host_step);
+    let (src, dst) = match kind {
+        JobKind::Store => (device, host),
+        JobKind::Load => (host, device),
+    };
+    sys::CUDA_MEMCPY3D_BATCH_OP {
+        src,
+        dst,
+        extent: sys::CUextent3D {
+            width: rows.width as usize,
+            height: count,
+            depth: 1,
+        },
+        srcAccessOrder: access_order(kind),
+        flags: 0,
     }
 }
 

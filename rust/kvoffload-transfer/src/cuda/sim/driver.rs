@@ -188,6 +188,15 @@ fn known(address: u64) -> Option<(u64, u64)> {
     found.find(|&(start, end)| (start..end).contains(&address))
 }
 
+/// Whether rows lie in one memory on each side.
+fn is_in_one_place(rows: &Rows) -> bool {
+    let mut ends = rows.each().flat_map(|(device, host)| {
+        [0, rows.width - 1].map(|at| (known(device + at), known(host as u64 + at)))
+    });
+    let first = ends.next().expect("there are rows");
+    first.0.is_some() && first.1.is_some() && ends.all(|end| end == first)
+}
+
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 pub(super) fn fresh() -> u64 {
@@ -300,24 +309,15 @@ impl Device {
         forget(address.addr() as u64);
     }
 
-    /// A copy of rows: it may be refused, and is if they are not all in the same memory on both sides.
-    pub(super) fn call_rows(&self, rows: &Rows) -> Result<(), DriverError> {
-        let call = "cuMemcpy2DAsync";
+    /// A batch of copies of several rows: it may be refused, and is if the rows of a copy are not all in
+    /// the same memory on both sides.
+    pub(super) fn call_rows(&self, all: &[Rows]) -> Result<(), DriverError> {
+        let call = "cuMemcpy3DBatchAsync";
         let answer = self.row_answer.load(Ordering::Relaxed);
-        let (mut devices, mut hosts): (Vec<_>, Vec<_>) = (Vec::new(), Vec::new());
-        for (device, host) in rows.each() {
-            for at in [0, rows.width - 1] {
-                devices.push(known(device + at));
-                hosts.push(known(host as u64 + at));
-            }
-        }
-        let apart = |all: &[Option<(u64, u64)>]| {
-            all[0].is_none() || all.iter().any(|found| found != &all[0])
-        };
-        let code = if apart(&devices) || apart(&hosts) {
-            1
-        } else {
+        let code = if all.iter().all(is_in_one_place) {
             answer
+        } else {
+            1
         };
         if code == 0 {
             return self.call(call);

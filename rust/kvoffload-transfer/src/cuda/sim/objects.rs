@@ -104,22 +104,30 @@ impl Stream {
 
     /// # Safety
     /// As for the real one.
-    pub(super) unsafe fn copy_rows(&self, kind: JobKind, rows: &Rows) -> Result<(), DriverError> {
-        self.device.call_rows(rows)?;
-        for (device, host) in rows.each() {
-            let (target, source) = match kind {
-                JobKind::Store => (host as u64, device),
-                JobKind::Load => (device, host as u64),
-            };
+    pub(super) unsafe fn copy_rows(&self, kind: JobKind, all: &[Rows]) -> Result<(), DriverError> {
+        let answer = self.device.call_rows(all);
+        // The driver does not say that it has copied nothing when it refuses.
+        let copied = match &answer {
+            Ok(()) => all,
+            Err(error) if error.is_fatal() => &[],
+            Err(_) => &all[..all.len() / 2],
+        };
+        for rows in copied {
             let bytes = rows.width as usize;
-            let op = Op::Copy {
-                target,
-                source,
-                bytes,
-            };
-            self.device.push(self.id, op);
+            for (device, host) in rows.each() {
+                let (target, source) = match kind {
+                    JobKind::Store => (host as u64, device),
+                    JobKind::Load => (device, host as u64),
+                };
+                let op = Op::Copy {
+                    target,
+                    source,
+                    bytes,
+                };
+                self.device.push(self.id, op);
+            }
         }
-        Ok(())
+        answer
     }
 
     pub(super) fn wait(&self, event: &Event) -> Result<(), DriverError> {
