@@ -81,14 +81,6 @@ pub(crate) fn cast<T: TryFrom<u64>>(
     })
 }
 
-/// Numbers of the job that is being submitted. Kept from one job to the next: memory that the calling
-/// thread used before costs it less than new memory.
-#[derive(Default)]
-pub(crate) struct Numbers {
-    pub(crate) block_ids: Vec<u32>,
-    pub(crate) slots: Vec<Slot>,
-}
-
 /// One-dimensional 32 or 64-bit integers, as vLLM has them before and since 0.30, in place of what is
 /// in `into`.
 pub(crate) fn ids<T>(

@@ -7,11 +7,10 @@ use kvoffload_transfer::cuda::{
     self, CopyPath, CudaConfig, CudaEngine, CudaFaults, DeviceTensor, Path, Pinning,
 };
 use kvoffload_transfer::{EngineConfig, JobKind};
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{Numbers, cast};
+use crate::convert::cast;
 use crate::worker::{
     Finished, Outcome, Parts, backing, config_error, finished, job_list, outcomes, page_refs,
     shapes, start_error, submit, timeout, verify_mode, wait_error,
@@ -22,8 +21,6 @@ use crate::worker::{
 pub(crate) struct CudaWorker {
     engine: CudaEngine,
     wait_timeout: Duration,
-    /// Not there during a submit.
-    numbers: Mutex<Numbers>,
 }
 
 #[pymethods]
@@ -108,7 +105,6 @@ impl CudaWorker {
         Ok(Self {
             engine: engine.map_err(|error| start_error(py, &error))?,
             wait_timeout,
-            numbers: Mutex::default(),
         })
     }
 
@@ -127,7 +123,7 @@ impl CudaWorker {
         slots: &Bound<'_, PyAny>,
         stream: usize,
     ) -> PyResult<()> {
-        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        let parts = (block_ids, group_sizes, block_indices, slots);
         self.submit(py, JobKind::Store, job_id, parts, stream)
     }
 
@@ -146,7 +142,7 @@ impl CudaWorker {
         block_indices: Vec<u64>,
         stream: usize,
     ) -> PyResult<()> {
-        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        let parts = (block_ids, group_sizes, block_indices, slots);
         self.submit(py, JobKind::Load, job_id, parts, stream)
     }
 
@@ -261,11 +257,11 @@ impl CudaWorker {
         parts: Parts<'_, '_>,
         stream: usize,
     ) -> PyResult<()> {
-        submit(py, &self.numbers, job, parts, |geometry| {
+        submit(py, self.engine.new_job(), job, parts, |new| {
             #[expect(unsafe_code, reason = "PyTorch hands streams over as numbers")]
             // SAFETY: the caller passes the handle of a stream of this device that exists.
             unsafe {
-                self.engine.submit(kind, job, geometry, stream)
+                self.engine.submit(kind, job, new, stream)
             }
         })
     }

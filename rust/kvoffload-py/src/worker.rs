@@ -5,18 +5,16 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::time::Duration;
 
 use kvoffload_core::layout::{self, PageRef, TensorLayout};
-use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
 use kvoffload_transfer::region::Backing;
 use kvoffload_transfer::{
     Completion, CopyError, EngineConfig, FaultPlan, HostConfig, HostEngine, HostTensor, JobKind,
-    LoadFault, StartError, SubmitError, Verify, WaitTimeout,
+    LoadFault, NewJob, StartError, SubmitError, Verify, WaitTimeout,
 };
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::convert::{Numbers, cast, ids};
+use crate::convert::{cast, ids};
 use crate::errors::{About, raise};
 
 /// (job, whether it is a store, bytes, seconds)
@@ -30,8 +28,6 @@ pub(crate) type Outcome = (u64, bool, u64, f64, Option<Py<PyAny>>);
 pub(crate) struct HostWorker {
     engine: HostEngine,
     wait_timeout: Duration,
-    /// Not there during a submit.
-    numbers: Mutex<Numbers>,
 }
 
 #[pymethods]
@@ -90,7 +86,6 @@ impl HostWorker {
         Ok(Self {
             engine: engine.map_err(|error| start_error(py, &error))?,
             wait_timeout,
-            numbers: Mutex::default(),
         })
     }
 
@@ -104,7 +99,7 @@ impl HostWorker {
         block_indices: Vec<u64>,
         slots: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        let parts = (block_ids, group_sizes, block_indices, slots);
         self.submit(py, JobKind::Store, job_id, parts)
     }
 
@@ -118,7 +113,7 @@ impl HostWorker {
         group_sizes: Vec<u32>,
         block_indices: Vec<u64>,
     ) -> PyResult<()> {
-        let parts = (block_ids, &*group_sizes, &*block_indices, slots);
+        let parts = (block_ids, group_sizes, block_indices, slots);
         self.submit(py, JobKind::Load, job_id, parts)
     }
 
@@ -193,8 +188,9 @@ impl HostWorker {
         job: u64,
         parts: Parts<'_, '_>,
     ) -> PyResult<()> {
-        submit(py, &self.numbers, job, parts, |geometry| {
-            self.engine.submit(kind, job, geometry)
+        let new = self.engine.new_job();
+        submit(py, new, job, parts, |new| {
+            self.engine.submit_after(kind, job, new, None)
         })
     }
 }
@@ -210,32 +206,32 @@ impl Drop for HostWorker {
 /// Blocks, group sizes, block indices and slots of a job, as Python gives them.
 pub(crate) type Parts<'a, 'py> = (
     &'a Bound<'py, PyAny>,
-    &'a [u32],
-    &'a [u64],
+    Vec<u32>,
+    Vec<u64>,
     &'a Bound<'py, PyAny>,
 );
 
 /// Reads a job's numbers and submits it.
 pub(crate) fn submit(
     py: Python<'_>,
-    kept: &Mutex<Numbers>,
+    mut new: NewJob,
     job: u64,
     (block_ids, group_sizes, block_indices, slots): Parts<'_, '_>,
-    submit: impl FnOnce(Geometry<'_>) -> Result<(), SubmitError>,
+    submit: impl FnOnce(NewJob) -> Result<(), SubmitError>,
 ) -> PyResult<()> {
-    // Taken out, because errors are Python objects, and making one may run other code.
-    let mut numbers = std::mem::take(&mut *kept.lock());
-    let blocks = &mut numbers.block_ids;
-    ids(py, job, "block_ids", block_ids, |id| id, blocks)?;
-    ids(py, job, "slots", slots, Slot::new, &mut numbers.slots)?;
-    let submitted = submit(Geometry {
-        block_ids: &numbers.block_ids,
-        group_sizes,
-        block_indices,
-        slots: &numbers.slots,
-    });
-    *kept.lock() = numbers;
-    submitted.map_err(|error| submit_error(py, &error))
+    let named = new.ids();
+    ids(
+        py,
+        job,
+        "block_ids",
+        block_ids,
+        |id| id,
+        &mut named.block_ids,
+    )?;
+    ids(py, job, "slots", slots, Slot::new, &mut named.slots)?;
+    named.group_sizes = group_sizes;
+    named.block_indices = block_indices;
+    submit(new).map_err(|error| submit_error(py, &error))
 }
 
 /// Bytes of one slot: what the largest group needs for a chunk, in whole units of 64.

@@ -18,7 +18,9 @@ mod notices;
 pub mod region;
 pub mod verify;
 
-pub use engine::{Completion, Engine, EngineConfig, KindStats, ShutdownReport, Stats};
+pub use engine::{
+    Completion, Engine, EngineConfig, JobIds, KindStats, NewJob, ShutdownReport, Stats,
+};
 pub use error::{CopyError, StartError, SubmitError, VerifyReason, WaitTimeout};
 pub use host::engine::{HostConfig, HostEngine, HostTensor};
 pub use host::faults::{FaultPlan, LoadFault};

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, PageRef, TensorLayout};
-use kvoffload_core::plan::Geometry;
 use parking_lot::Mutex;
 
 use super::backend::CudaBackend;
@@ -22,7 +21,7 @@ use super::pinned::{PinTimes, PinnedRegion, Pinner, Pinning};
 use super::shared::{Common, Counters, CudaFaults, TensorPlace};
 use super::staging::Staging;
 use crate::backend::Backend;
-use crate::engine::{Engine, EngineConfig, ShutdownReport, panic_text};
+use crate::engine::{Engine, EngineConfig, NewJob, ShutdownReport, panic_text};
 use crate::error::{StartError, SubmitError, WaitTimeout};
 use crate::host::KeepAlive;
 use crate::notices::Notices;
@@ -247,7 +246,7 @@ impl CudaEngine {
         &self,
         kind: JobKind,
         job: u64,
-        geometry: Geometry<'_>,
+        new: NewJob,
         stream: usize,
     ) -> Result<(), SubmitError> {
         let device = &self.common.device;
@@ -260,7 +259,7 @@ impl CudaEngine {
             SubmitError::Driver { job, source }
         })?;
         self.engine
-            .submit_after(kind, job, geometry, Some(Box::new(mark)))
+            .submit_after(kind, job, new, Some(Box::new(mark)))
     }
 
     /// Blocks until the copies of these jobs are in the device's queues, or over, and has `stream`

@@ -31,13 +31,17 @@ pub struct Completion {
     pub outcome: Result<(), CopyError>,
 }
 
-/// What a job named, kept as long as it is live; then its memory serves another job.
+/// What a job names, kept as long as it is live; then its memory serves another job.
 #[derive(Debug, Default)]
-pub(crate) struct JobIds {
-    block_ids: Vec<u32>,
-    group_sizes: Vec<u32>,
-    block_indices: Vec<u64>,
-    pub(super) slots: Vec<Slot>,
+pub struct JobIds {
+    /// See [`Geometry::block_ids`].
+    pub block_ids: Vec<u32>,
+    /// See [`Geometry::group_sizes`].
+    pub group_sizes: Vec<u32>,
+    /// See [`Geometry::block_indices`].
+    pub block_indices: Vec<u64>,
+    /// See [`Geometry::slots`].
+    pub slots: Vec<Slot>,
 }
 
 impl JobIds {
@@ -47,7 +51,7 @@ impl JobIds {
     }
 
     /// Replaces all of it.
-    pub(super) fn set(&mut self, geometry: &Geometry<'_>) {
+    pub fn set(&mut self, geometry: &Geometry<'_>) {
         fn set<T: Copy>(to: &mut Vec<T>, from: &[T]) {
             to.clear();
             to.extend_from_slice(from);
@@ -65,6 +69,17 @@ impl JobIds {
             block_indices: &self.block_indices,
             slots: &self.slots,
         }
+    }
+}
+
+/// A job that has not been submitted yet, in the memory of one that is over (and with its numbers).
+#[derive(Debug, Default)]
+pub struct NewJob(pub(super) Arc<JobIds>);
+
+impl NewJob {
+    /// What it names, to be written.
+    pub fn ids(&mut self) -> &mut JobIds {
+        Arc::get_mut(&mut self.0).expect("a new job has no other owner")
     }
 }
 

@@ -38,9 +38,8 @@ use crate::error::{CopyError, StartError, SubmitError, WaitTimeout};
 use crate::region::Region;
 use crate::verify::{Verifier, Verify};
 pub use config::{EngineConfig, ShutdownReport};
-pub use job::Completion;
-pub(crate) use job::JobIds;
 use job::Until;
+pub use job::{Completion, JobIds, NewJob};
 use lane::Lane;
 pub(crate) use lane::panic_text;
 use order::Order;
@@ -79,7 +78,7 @@ struct Shared {
     order: Mutex<Order>,
     state: Mutex<State>,
     /// Memory of jobs that are over.
-    spare: Mutex<Vec<Arc<JobIds>>>,
+    spare: Mutex<Vec<NewJob>>,
     /// Wakes a direction's thread: a job was submitted, it has something to start, or the engine is closing.
     wake: [Condvar; 2],
     /// A job or a thread has ended, or a job's copies are all enqueued.
@@ -166,6 +165,12 @@ impl Engine {
         Ok(engine)
     }
 
+    /// A job to be filled and submitted. What it holds by then is an earlier job's.
+    #[must_use]
+    pub fn new_job(&self) -> NewJob {
+        self.shared.spare.lock().pop().unwrap_or_default()
+    }
+
     /// Queues a job. Its end will be reported once, by [`Engine::take_finished`].
     ///
     /// Checks the numbers of blocks and slots and copies them, which costs a few nanoseconds for each,
@@ -180,10 +185,12 @@ impl Engine {
         job: u64,
         geometry: Geometry<'_>,
     ) -> Result<(), SubmitError> {
-        self.submit_after(kind, job, geometry, None)
+        let mut new = self.new_job();
+        new.ids().set(&geometry);
+        self.submit_after(kind, job, new, None)
     }
 
-    /// As [`Engine::submit`], with something for the backend to know about this moment.
+    /// As [`Engine::submit`], without a copy, and with something for the backend to know about this moment.
     ///
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.
@@ -191,24 +198,16 @@ impl Engine {
         &self,
         kind: JobKind,
         job: u64,
-        geometry: Geometry<'_>,
+        new: NewJob,
         mark: Option<Mark>,
     ) -> Result<(), SubmitError> {
-        if self.reads_only && kind == JobKind::Store {
-            return Err(SubmitError::ReadOnly { job });
-        }
-        let checked = geometry.check_job(kind, &self.shared.layout, &mut self.scratch.lock());
-        checked.map_err(|source| SubmitError::Geometry { job, source })?;
         let shared = &*self.shared;
-        let mut ids = shared.spare.lock().pop().unwrap_or_default();
-        Arc::get_mut(&mut ids)
-            .expect("spare memory has no other owner")
-            .set(&geometry);
+        let checked = self.check(kind, job, &new.0);
         let mut state = shared.state.lock();
-        let admitted = state.admit(job, &ids.slots);
+        let admitted = checked.and_then(|()| state.admit(job, &new.0.slots));
         if admitted.is_ok() {
             // No clone is kept here: the job may be over, and its memory free, before this returns.
-            state.submit(job, kind, ids, mark);
+            state.submit(job, kind, new.0, mark);
             let wakes_soon = state.wakes_soon[lane(kind)];
             drop(state);
             if !wakes_soon {
@@ -216,9 +215,21 @@ impl Engine {
             }
         } else {
             drop(state);
-            shared.recycle(ids);
+            shared.recycle(new.0);
         }
         admitted
+    }
+
+    /// Whether a job is a good one, whatever others there are.
+    fn check(&self, kind: JobKind, job: u64, ids: &JobIds) -> Result<(), SubmitError> {
+        if self.reads_only && kind == JobKind::Store {
+            return Err(SubmitError::ReadOnly { job });
+        }
+        let mut scratch = self.scratch.lock();
+        let checked = ids
+            .geometry()
+            .check_job(kind, &self.shared.layout, &mut scratch);
+        checked.map_err(|source| SubmitError::Geometry { job, source })
     }
 
     /// The ends of all jobs that have ended since the last call, oldest first.
@@ -422,7 +433,7 @@ impl Shared {
         if Arc::get_mut(&mut ids).is_some_and(|ids| !ids.is_large()) {
             let mut spare = self.spare.lock();
             if spare.len() < SPARE_JOBS {
-                spare.push(ids);
+                spare.push(NewJob(ids));
             }
         }
     }

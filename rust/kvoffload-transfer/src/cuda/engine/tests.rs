@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use kvoffload_core::plan::Geometry;
 use kvoffload_core::pool::Slot;
 
 use super::*;
 use crate::cuda::driver::{Known, Op, fresh};
 use crate::verify::Verify;
-use rig::{BLOCKS, LONG, Rig, SLOTS, Setup, config, known, tensor};
+use rig::{BLOCKS, LONG, Rig, SLOTS, Setup, config, known, submit, tensor};
 
 /// A few hundred steps in which everything may happen; whether all bytes are right.
 fn play(setup: Setup, steps: usize) -> (bool, CudaStatsOf) {
@@ -302,8 +303,7 @@ fn a_lost_context_ends_all_jobs() {
                 block_indices: &[0],
                 slots: &slots,
             };
-            // SAFETY: a stream of the simulated device.
-            let refused = unsafe { rig.engine.submit(JobKind::Store, job, geometry, 0) };
+            let refused = submit(&rig.engine, JobKind::Store, job, &geometry, 0);
             assert_eq!(refused, Err(SubmitError::DeviceLost { job }));
             let notices = rig.engine.take_notices();
             let said = notices

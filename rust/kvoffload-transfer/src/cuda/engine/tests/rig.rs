@@ -233,8 +233,7 @@ impl Rig {
             block_indices: &[0],
             slots: &places,
         };
-        // SAFETY: a stream of the simulated device.
-        match unsafe { self.engine.submit(kind, self.jobs, geometry, self.compute) } {
+        match submit(&self.engine, kind, self.jobs, &geometry, self.compute) {
             Ok(()) => self.live.push((self.jobs, kind == JobKind::Load, blocks)),
             Err(error) => self.refused.push(error),
         }
@@ -328,4 +327,18 @@ impl Drop for Rig {
     fn drop(&mut self) {
         assert_eq!(self.engine.shutdown(LONG).stuck_threads, 0);
     }
+}
+
+/// Submits a job that comes after what is on a stream of the simulated device.
+pub(super) fn submit(
+    engine: &CudaEngine,
+    kind: JobKind,
+    job: u64,
+    geometry: &Geometry<'_>,
+    stream: usize,
+) -> Result<(), SubmitError> {
+    let mut new = engine.new_job();
+    new.ids().set(geometry);
+    // SAFETY: any number names a stream of the simulated device.
+    unsafe { engine.submit(kind, job, new, stream) }
 }

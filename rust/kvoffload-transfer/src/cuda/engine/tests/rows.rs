@@ -61,12 +61,7 @@ impl Layers {
             block_indices: &[0],
             slots: &slots,
         };
-        // SAFETY: a stream of the simulated device.
-        unsafe {
-            self.engine
-                .submit(kind, self.jobs, geometry, fresh() as usize)
-        }
-        .unwrap();
+        submit(&self.engine, kind, self.jobs, &geometry, fresh() as usize).unwrap();
         self.engine.wait(&[self.jobs], LONG).unwrap();
         for end in self.engine.take_finished() {
             assert_eq!(end.outcome, Ok(()));
