@@ -331,7 +331,8 @@ impl CudaBackend {
     fn fill(&mut self, job: &mut Job, chunk: u64, most: usize) -> Result<(), u64> {
         self.piece.clear();
         let piece_bytes = self.common.layout.piece_bytes();
-        let (mut end, mut ready) = (u64::MAX, u64::MAX);
+        // The piece of the region that the last range lay in, its address, and where the range ended.
+        let (mut ready, mut base, mut end) = (0..0, 0, u64::MAX);
         loop {
             let room = self.piece.room(chunk, most);
             if room == 0 {
@@ -356,9 +357,13 @@ impl CudaBackend {
                 (run, job.held) = (first, Some(rest));
             }
             // Slots are long: the next range mostly lies in the same piece.
-            if at / piece_bytes != ready {
+            if !ready.contains(&at) {
                 match self.pinned.ready(at) {
-                    Ready::Yes => ready = at / piece_bytes,
+                    Ready::Yes => {
+                        let start = at / piece_bytes * piece_bytes;
+                        ready = start..start + piece_bytes;
+                        base = self.pinned.address(start);
+                    }
                     Ready::Later => {
                         job.hold(run);
                         return Ok(());
@@ -373,11 +378,11 @@ impl CudaBackend {
             let home = Home {
                 tensor: run.tensor,
                 allocation: tensor.allocation,
-                region_piece: ready,
+                region_piece: ready.start,
             };
             // Pieces of the region are not copied across: they may lie in different memory.
-            let follows = at == end && !at.is_multiple_of(piece_bytes);
-            let host = self.pinned.address(at);
+            let follows = at == end && at != ready.start;
+            let host = base + (at - ready.start) as usize;
             let device = tensor.address + run.device_offset;
             self.piece.push(device, host, run.bytes, follows, home);
             end = at + run.bytes;

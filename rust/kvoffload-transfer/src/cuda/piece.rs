@@ -25,7 +25,7 @@ pub(super) struct Home {
     pub(super) tensor: u32,
     /// Start of the device's allocation.
     pub(super) allocation: u64,
-    /// Number of the region's piece.
+    /// Start of the region's piece.
     pub(super) region_piece: u64,
 }
 
