@@ -111,9 +111,11 @@ impl Verifier {
         chunks: impl Iterator<Item = ChunkUse>,
     ) -> StoreNumber {
         let mut slots = self.slots.lock();
+        let slots = &mut *slots;
         slots.unfinished.insert(store);
+        let any_void = !slots.void.is_empty();
         for chunk in chunks {
-            if !slots.void.is_empty() {
+            if any_void {
                 let slot = chunk.slot.get();
                 while let Some(&old) = slots.void.range((slot, 0)..(slot, store)).next() {
                     slots.void.remove(&old);
@@ -228,7 +230,8 @@ impl Slots {
     fn is_void(&self, slot: Slot, store: u64, load: u64) -> bool {
         let slot = slot.get();
         // Without fences a later store may have begun.
-        store < load
+        !self.void.is_empty()
+            && store < load
             && self
                 .void
                 .range((slot, store)..(slot, load))

@@ -4,8 +4,13 @@
 //! threads take jobs out of it, oldest first, and find out whom each has to wait for. That is done
 //! under a lock of its own, which no caller ever takes: it is held for a time proportional to a job's
 //! blocks and slots. **Lock order: this one, then the state's.**
+//!
+//! Mostly there is one live job only, and nobody for it to wait for. What it uses is not noted before
+//! another one comes: that takes 50 to 200 us for 4,096 blocks and slots, in which its copies could not
+//! start.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use kvoffload_core::fence::{Fence, Ticket, Use};
 use kvoffload_core::jobs::JobKind;
@@ -21,6 +26,8 @@ pub(super) struct Order {
     /// Of the slots, and behind them of the blocks.
     fence: Fence,
     num_slots: usize,
+    /// A job of which the fence knows nothing but the ticket, because it is the only one.
+    alone: Option<(Ticket, JobKind, Arc<JobIds>)>,
     /// False only in a test that shows what the fence is for.
     fences: bool,
     /// Working memory.
@@ -33,6 +40,7 @@ impl Order {
         Self {
             fence: Fence::new(num_slots + layout.max_blocks() as usize),
             num_slots,
+            alone: None,
             fences,
             blockers: Vec::new(),
         }
@@ -44,29 +52,44 @@ impl Order {
         job: u64,
         kind: JobKind,
         layout: &KvLayout,
-        ids: &JobIds,
+        ids: &Arc<JobIds>,
     ) -> (Ticket, &[u64]) {
-        let [slot_use, block_use] = [JobKind::Store, JobKind::Load].map(|of| use_of(kind, of));
-        let Self {
-            fence, blockers, ..
-        } = self;
-        blockers.clear();
-        let ticket = fence.join(job);
-        fence.enter(ticket, slot_use, slots(ids), blockers);
-        fence.enter(
-            ticket,
-            block_use,
-            blocks(ids, layout, self.num_slots),
-            blockers,
-        );
-        if !self.fences {
-            blockers.clear();
+        self.name_alone(layout);
+        let is_alone = self.fence.num_jobs() == 0;
+        let ticket = self.fence.join(job);
+        self.blockers.clear();
+        if is_alone {
+            self.alone = Some((ticket, kind, Arc::clone(ids)));
+        } else {
+            self.name(ticket, kind, layout, ids);
         }
-        (ticket, blockers)
+        if !self.fences {
+            self.blockers.clear();
+        }
+        (ticket, &self.blockers)
+    }
+
+    /// Notes what a job uses, and whom it has to wait for.
+    fn name(&mut self, ticket: Ticket, kind: JobKind, layout: &KvLayout, ids: &JobIds) {
+        let [slot_use, block_use] = [JobKind::Store, JobKind::Load].map(|of| use_of(kind, of));
+        let blocks = blocks(ids, layout, self.num_slots);
+        let blockers = &mut self.blockers;
+        self.fence.enter(ticket, slot_use, slots(ids), blockers);
+        self.fence.enter(ticket, block_use, blocks, blockers);
+    }
+
+    /// Notes what the job that is alone uses, before it is so no longer.
+    fn name_alone(&mut self, layout: &KvLayout) {
+        if let Some((ticket, kind, ids)) = self.alone.take() {
+            self.name(ticket, kind, layout, &ids);
+        }
     }
 
     /// A job is over.
     pub(super) fn leave(&mut self, ticket: Ticket, layout: &KvLayout, ids: &JobIds) {
+        if self.alone.take_if(|(alone, ..)| *alone == ticket).is_some() {
+            return self.fence.leave(ticket, []);
+        }
         let blocks = blocks(ids, layout, self.num_slots);
         self.fence.leave(ticket, slots(ids).chain(blocks));
     }
