@@ -56,6 +56,12 @@ def current_stream() -> int:
     return handle
 
 
+def makes_rows(page: int) -> bool:
+    """Whether neighbouring pages of this size are rows of one copy on the direct path."""
+    driver: int = torch._C._cuda_getDriverVersion()
+    return page <= 65536 and driver >= 12080
+
+
 def ids(numbers: Sequence[int]) -> np.ndarray:
     """Block or slot numbers as the worker takes them."""
     return np.asarray(numbers, dtype=np.int32)

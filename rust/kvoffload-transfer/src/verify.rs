@@ -230,8 +230,8 @@ impl Slots {
     fn is_void(&self, slot: Slot, store: u64, load: u64) -> bool {
         let slot = slot.get();
         // Without fences a later store may have begun.
-        !self.void.is_empty()
-            && store < load
+        store < load
+            && !self.void.is_empty()
             && self
                 .void
                 .range((slot, store)..(slot, load))

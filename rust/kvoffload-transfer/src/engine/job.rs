@@ -13,7 +13,7 @@ use kvoffload_core::pool::Slot;
 use crate::backend::Mark;
 use crate::error::CopyError;
 
-/// Blocks or slots of a job that is large.
+/// Numbers of a job that is large.
 const LARGE_JOB: usize = 1 << 16;
 
 /// The end of one job.
@@ -47,7 +47,13 @@ pub struct JobIds {
 impl JobIds {
     /// Whether it takes so much memory that it should not be kept for another job.
     pub(super) fn is_large(&self) -> bool {
-        self.block_ids.capacity().max(self.slots.capacity()) > LARGE_JOB
+        let capacities = [
+            self.block_ids.capacity(),
+            self.slots.capacity(),
+            self.group_sizes.capacity(),
+            self.block_indices.capacity(),
+        ];
+        capacities.iter().any(|&capacity| capacity > LARGE_JOB)
     }
 
     /// Replaces all of it.

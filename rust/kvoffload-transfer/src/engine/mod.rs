@@ -1,6 +1,6 @@
 //! Queues, threads and completions: takes jobs, orders them, has them copied, reports their ends.
 //!
-//! - The caller's thread checks a job's numbers, copies them and puts the job into an inbox. It never
+//! - The caller's thread copies a job's numbers, checks them and puts the job into an inbox. It never
 //!   waits for a copy.
 //! - Stores and loads have a thread each, so that no load queues behind a store it has nothing to do
 //!   with. Whichever thread is free first finds out whom the jobs in the inbox have to wait for
@@ -173,7 +173,7 @@ impl Engine {
 
     /// Queues a job. Its end will be reported once, by [`Engine::take_finished`].
     ///
-    /// Checks the numbers of blocks and slots and copies them, which costs a few nanoseconds for each,
+    /// Copies the numbers of blocks and slots and checks them, which costs a few nanoseconds for each,
     /// and never waits for a copy. Jobs that conflict on a slot or a block run in the order of their
     /// submits.
     ///
@@ -190,7 +190,7 @@ impl Engine {
         self.submit_after(kind, job, new, None)
     }
 
-    /// As [`Engine::submit`], without a copy, and with something for the backend to know about this moment.
+    /// As [`Engine::submit`], without a copy of the numbers, and with something for the backend to know about this moment.
     ///
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.

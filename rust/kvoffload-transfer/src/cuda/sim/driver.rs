@@ -210,7 +210,8 @@ pub(super) struct Device {
     lost: AtomicBool,
     /// With which code copies of rows are refused; 0: they are not.
     pub(super) row_answer: AtomicU32,
-    /// Copies of rows that were refused.
+    /// Batches of copies of rows, and how many of them were refused.
+    pub(super) row_calls: AtomicU64,
     pub(super) refused_rows: AtomicU64,
 }
 
@@ -229,6 +230,7 @@ impl Device {
             failure: Mutex::new(None),
             lost: AtomicBool::new(false),
             row_answer: AtomicU32::new(0),
+            row_calls: AtomicU64::new(0),
             refused_rows: AtomicU64::new(0),
         }))
     }
@@ -313,6 +315,7 @@ impl Device {
     /// the same memory on both sides.
     pub(super) fn call_rows(&self, all: &[Rows]) -> Result<(), DriverError> {
         let call = "cuMemcpy3DBatchAsync";
+        self.row_calls.fetch_add(1, Ordering::Relaxed);
         let answer = self.row_answer.load(Ordering::Relaxed);
         let code = if all.iter().all(is_in_one_place) {
             answer

@@ -1,4 +1,4 @@
-//! Copies of many rows with one call, in engines of more layers and slots than the rig has.
+//! Copies of several rows, many with one call, in engines of more layers and slots than the rig has.
 
 use super::*;
 
@@ -96,6 +96,11 @@ impl Layers {
         CudaStatsOf::from(self.engine.device_stats())[name]
     }
 
+    fn row_calls(&self) -> u64 {
+        let calls = &self.engine.common.device.row_calls;
+        calls.load(Ordering::Relaxed)
+    }
+
     fn refused_rows(&self) -> u64 {
         let refused = &self.engine.common.device.refused_rows;
         refused.load(Ordering::Relaxed)
@@ -130,6 +135,7 @@ fn neighbours_are_rows_of_each_tensor() {
         "{copies:?}"
     );
     let before = layers.stat("pieces");
+    assert!(layers.row_calls() <= before, "one call a piece");
     let copies = layers.there_and_back(&scattered(500), &numbers(50..550), &scattered(500));
     assert_eq!(copies, [0, 0]);
     // 20 MB are less than one piece of a store and three of a load; but no piece has more than 8,192
