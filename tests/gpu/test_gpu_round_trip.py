@@ -168,7 +168,8 @@ def test_rows_in_memory_that_torch_maps_piece_by_piece() -> None:
         print(json.dumps({"said": said}))
     """
     for row_copies, notices in run_script(textwrap.dedent(code))["said"]:
-        assert row_copies > 0 or any("rows" in notice for notice in notices)
+        told = any("rows" in notice for notice in notices)
+        assert row_copies > 0 or told or not makes_rows(16_384)
 
 
 def test_one_slot_goes_to_many_blocks(path: str) -> None:

@@ -190,7 +190,8 @@ impl Engine {
         self.submit_after(kind, job, new, None)
     }
 
-    /// As [`Engine::submit`], without a copy of the numbers, and with something for the backend to know about this moment.
+    /// As [`Engine::submit`], without a copy of the numbers, and with something for the backend to know
+    /// about this moment.
     ///
     /// # Errors
     /// See [`SubmitError`]; nothing has changed then.

@@ -6,8 +6,8 @@
 //! blocks and slots. **Lock order: this one, then the state's.**
 //!
 //! A job that comes while there is no other has nobody to wait for. What it uses is not noted before
-//! another one comes: that takes 50 to 200 us for 4,096 blocks and slots, in which its copies could not
-//! start. The other one waits until both are noted.
+//! another one comes: that takes 50 to 200 us for 4,096 blocks and slots (two virtual cores), in which
+//! its copies could not start. The other one waits until both are noted.
 
 use std::collections::HashMap;
 use std::sync::Arc;
