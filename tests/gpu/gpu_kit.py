@@ -58,8 +58,9 @@ def current_stream() -> int:
 
 def makes_rows(page: int) -> bool:
     """Whether neighbouring pages of this size are rows of one copy on the direct path."""
-    driver: int = torch._C._cuda_getDriverVersion()
-    return page <= 65536 and driver >= 12080
+    version = ctypes.c_int()
+    assert ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
+    return page <= 65536 and version.value >= 12080
 
 
 def ids(numbers: Sequence[int]) -> np.ndarray:
