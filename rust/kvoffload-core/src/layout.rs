@@ -132,6 +132,8 @@ struct Group {
     num_blocks: u32,
     /// Sorted, each once.
     tensors: Vec<u32>,
+    /// No ref has the tensor of the one before it; the last one is before the first.
+    is_apart: bool,
 }
 
 /// A ref and where its pages start in a slot.
@@ -269,6 +271,12 @@ impl KvLayout {
         self.groups.get(group).map_or(&[], |group| &group.refs)
     }
 
+    /// Whether pages that follow one another in the slots of this group never do so in a tensor, if a
+    /// chunk has one block of it.
+    pub(crate) fn is_apart(&self, group: usize) -> bool {
+        self.groups.get(group).is_some_and(|group| group.is_apart)
+    }
+
     /// Whether a block of group `a` and the block of the same number of group `b` have bytes in common.
     pub(crate) fn share_tensor(&self, a: usize, b: usize) -> bool {
         self.groups[a]
@@ -383,12 +391,18 @@ fn place(
         });
     }
     let mut tensors: Vec<u32> = refs.iter().map(|r| r.tensor).collect();
+    let next = tensors.iter().cycle().skip(1);
+    let is_apart = tensors
+        .iter()
+        .zip(next)
+        .all(|(tensor, next)| tensor != next);
     tensors.sort_unstable();
     tensors.dedup();
     Ok(Group {
         refs: placed,
         num_blocks,
         tensors,
+        is_apart,
     })
 }
 

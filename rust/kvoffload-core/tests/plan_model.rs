@@ -243,7 +243,6 @@ fn writes_twice(kind: JobKind, shape: &Shape, work: &Work) -> bool {
 /// The job's copies by the definition: every page by itself, then what is adjacent put together, then
 /// cut where the limits say, which are used in turn.
 fn naive_runs(shape: &Shape, work: &Work, limits: &[u64]) -> Vec<CopyRun> {
-    let piece = u64::from(shape.slots_per_piece) * shape.slot_bytes;
     let blocks = work.blocks(shape);
     let mut pages = Vec::new();
     // Of the same chunk: next to each other, of the same group, with ascending sub-blocks.
@@ -263,23 +262,9 @@ fn naive_runs(shape: &Shape, work: &Work, limits: &[u64]) -> Vec<CopyRun> {
             start += u64::from(shape.blocks_per_chunk) * page.page_bytes;
         }
     }
-    let mut merged: Vec<CopyRun> = Vec::new();
-    for page in pages {
-        match merged.last_mut() {
-            Some(last)
-                if last.tensor == page.tensor
-                    && last.device_offset + last.bytes == page.device_offset
-                    && last.region_offset + last.bytes == page.region_offset
-                    && last.region_offset / piece == page.region_offset / piece =>
-            {
-                last.bytes += page.bytes;
-            }
-            _ => merged.push(page),
-        }
-    }
     let mut limits = limits.iter().cycle();
     let mut cut = Vec::new();
-    for mut run in merged {
+    for mut run in merged(shape, pages) {
         while run.bytes > 0 {
             let bytes = run.bytes.min(*limits.next().unwrap());
             cut.push(CopyRun { bytes, ..run });
@@ -289,6 +274,26 @@ fn naive_runs(shape: &Shape, work: &Work, limits: &[u64]) -> Vec<CopyRun> {
         }
     }
     cut
+}
+
+/// Puts copies together that are adjacent on both sides.
+fn merged(shape: &Shape, runs: Vec<CopyRun>) -> Vec<CopyRun> {
+    let piece = u64::from(shape.slots_per_piece) * shape.slot_bytes;
+    let mut merged: Vec<CopyRun> = Vec::new();
+    for run in runs {
+        match merged.last_mut() {
+            Some(last)
+                if last.tensor == run.tensor
+                    && last.device_offset + last.bytes == run.device_offset
+                    && last.region_offset + last.bytes == run.region_offset
+                    && last.region_offset / piece == run.region_offset / piece =>
+            {
+                last.bytes += run.bytes;
+            }
+            _ => merged.push(run),
+        }
+    }
+    merged
 }
 
 fn check_runs(plan: &CopyPlan, shape: &Shape) -> Result<(), TestCaseError> {
@@ -366,6 +371,43 @@ proptest! {
         prop_assert_eq!(cursor.next(&layout, &geometry, 1), None, "it stays at the end");
         prop_assert_eq!(geometry.bytes(&layout), runs.iter().map(|run| run.bytes).sum::<u64>());
         prop_assert_eq!(runs, expected);
+    }
+
+    /// Whoever takes pages several at a time, and not always all of them, gets the same bytes in the same
+    /// order.
+    #[test]
+    fn pages_are_what_the_cursor_gives_one_by_one(
+        (shape, work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
+        limits in prop::collection::vec(prop_oneof![1..30u64, Just(u64::MAX)], 1..5),
+        choices in prop::collection::vec(prop::option::weighted(0.8, any::<Index>()), 1..9),
+    ) {
+        let layout = shape.layout().unwrap();
+        let geometry = work.geometry();
+        let mut cursor = RunCursor::default();
+        let (mut limit, mut choice) = (limits.iter().cycle(), choices.iter().cycle());
+        let mut runs = Vec::new();
+        loop {
+            if let Some(index) = choice.next().unwrap()
+                && let Some(pages) = cursor.pages(&layout, &geometry)
+            {
+                let pages: Vec<CopyRun> = pages.runs().collect();
+                let taken = index.index(pages.len()) + 1;
+                if shape.groups.len() == 1 {
+                    let mut by_one = cursor.clone();
+                    for &page in &pages {
+                        prop_assert_eq!(by_one.next(&layout, &geometry, u64::MAX), Some(page));
+                    }
+                }
+                runs.extend_from_slice(&pages[..taken]);
+                cursor.skip(taken);
+            } else if let Some(run) = cursor.next(&layout, &geometry, *limit.next().unwrap()) {
+                runs.push(run);
+            } else {
+                break;
+            }
+        }
+        prop_assert!(cursor.pages(&layout, &geometry).is_none(), "it stays at the end");
+        prop_assert_eq!(merged(&shape, runs), naive_runs(&shape, &work, &[u64::MAX]));
     }
 
     /// Any numbers at all: a typed error or a plan inside the bounds, never a panic.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvoffload_core::layout::KvLayout;
-use kvoffload_core::plan::{CopyRun, Geometry, RunCursor};
+use kvoffload_core::plan::{CopyRun, Geometry, Pages, RunCursor};
 
 use crate::engine::JobIds;
 use crate::error::CopyError;
@@ -57,6 +57,18 @@ impl Work {
     #[inline]
     pub fn next_run(&mut self, layout: &KvLayout, limit: u64) -> Option<CopyRun> {
         self.cursor.next(layout, &self.ids.geometry(), limit)
+    }
+
+    /// Several of the next copies at a time, where that can be; see [`RunCursor::pages`].
+    #[inline]
+    pub fn pages<'l>(&mut self, layout: &'l KvLayout) -> Option<Pages<'l>> {
+        self.cursor.pages(layout, &self.ids.geometry())
+    }
+
+    /// So many of them have been taken; see [`RunCursor::skip`].
+    #[inline]
+    pub fn skip(&mut self, pages: usize) {
+        self.cursor.skip(pages);
     }
 
     /// Goes back to the first copy.

@@ -3,6 +3,29 @@
 use super::{CopyRun, Geometry};
 use crate::layout::{KvLayout, PlacedRef};
 
+/// Pages of one block in the order in which they lie in its slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages<'l> {
+    refs: &'l [PlacedRef],
+    block: u64,
+    /// Where the slot starts, and which of its blocks this is.
+    start: u64,
+    sub_block: u64,
+}
+
+impl Pages<'_> {
+    /// One copy for each page.
+    #[inline]
+    pub fn runs(&self) -> impl Iterator<Item = CopyRun> {
+        self.refs.iter().map(|page| CopyRun {
+            tensor: page.tensor,
+            device_offset: self.block * page.block_stride,
+            region_offset: self.start + page.offset + self.sub_block * page.page_bytes,
+            bytes: page.page_bytes,
+        })
+    }
+}
+
 /// Where in a job's copies its reader is. The default is the start.
 ///
 /// The order is group, slot, ref, sub-block: inside a slot, region offsets ascend. A cursor belongs to
@@ -84,6 +107,35 @@ impl RunCursor {
             }
             run.bytes += page.bytes;
         }
+    }
+
+    /// What is left of the current block, if each of its pages is a copy by itself: [`RunCursor::next`]
+    /// gives the same copies, only one by one, or longer ones where one KV group follows on another.
+    /// `None` where that has to be asked: where pages may be adjacent, or are cut, and at the end.
+    ///
+    /// Takes nothing; see [`RunCursor::skip`].
+    #[inline]
+    pub fn pages<'l>(
+        &mut self,
+        layout: &'l KvLayout,
+        geometry: &Geometry<'_>,
+    ) -> Option<Pages<'l>> {
+        self.settle(layout, geometry)?;
+        let apart = self.end - self.first == 1 && layout.is_apart(self.group);
+        (apart && self.cut == 0).then(|| Pages {
+            refs: &layout.refs(self.group)[self.page..],
+            block: geometry.block_ids[self.block].into(),
+            start: self.start,
+            sub_block: self.sub_block.into(),
+        })
+    }
+
+    /// Goes on behind this many of the pages that [`RunCursor::pages`] has just given, at least 1.
+    #[inline]
+    pub fn skip(&mut self, pages: usize) {
+        debug_assert!((1..=self.pages - self.page).contains(&pages));
+        self.page += pages - 1;
+        self.sub_block = self.end;
     }
 
     /// Makes `page` and `sub_block` those of the next page, if there is one.

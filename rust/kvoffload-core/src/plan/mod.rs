@@ -9,7 +9,7 @@ mod cursor;
 use crate::layout::KvLayout;
 use crate::pool::Slot;
 pub use check::{CheckScratch, PlanError};
-pub use cursor::RunCursor;
+pub use cursor::{Pages, RunCursor};
 
 /// Which blocks and which slots one job is about, in vLLM's shape.
 ///

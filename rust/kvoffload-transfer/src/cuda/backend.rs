@@ -20,11 +20,12 @@ use kvoffload_core::pool::Slot;
 
 use super::calibrate::{Chooser, CopyPath};
 use super::error::DriverError;
+use super::filler::Filler;
 use super::job::Job;
 use super::mover::{Mover, Path, injected};
 use super::objects::Event;
-use super::piece::{Home, MOST_COPIES, Piece};
-use super::pinned::{PinnedRegion, Ready};
+use super::piece::{MOST_COPIES, Piece};
+use super::pinned::PinnedRegion;
 use super::queue::PACE_BYTES;
 use super::shared::{Common, Counters, CudaFaults};
 use crate::backend::{Backend, Poll, Progress, Work};
@@ -69,8 +70,6 @@ pub(super) struct CudaBackend {
     /// How often each path has failed since it last worked.
     failures: [u32; 2],
     piece: Piece,
-    /// Where the piece's first range lies in the region.
-    first_offset: u64,
     chooser: Arc<Chooser>,
     pinned: Arc<PinnedRegion>,
     common: Arc<Common>,
@@ -104,7 +103,6 @@ impl CudaBackend {
             jobs: VecDeque::with_capacity(DEPTH),
             failures: [0; 2],
             piece: Piece::default(),
-            first_offset: 0,
             chooser,
             pinned,
             common,
@@ -228,14 +226,18 @@ impl CudaBackend {
                     .min((job.left / 2).max(FIRST_PIECE))
             }
         };
-        if let Err(offset) = self.fill(job, chunk, most) {
-            let reason = "its host memory could not be had".to_owned();
-            return Step::Hopeless(job.failed(self.slot(offset), reason));
-        }
-        if self.piece.is_empty() {
-            Counters::add(&self.common.counters.registration_waits);
-            return Step::Blocked;
-        }
+        let filler = Filler::new(&self.common, &self.pinned, &mut self.piece, chunk, most);
+        let first_offset = match filler.fill(job) {
+            Ok(Some(first_offset)) => first_offset,
+            Ok(None) => {
+                Counters::add(&self.common.counters.registration_waits);
+                return Step::Blocked;
+            }
+            Err(offset) => {
+                let reason = "its host memory could not be had".to_owned();
+                return Step::Hopeless(job.failed(self.slot(offset), reason));
+            }
+        };
         let bytes = self.piece.bytes();
         let ranges = self.piece.ranges.len() as u64;
         if job.path.is_none() {
@@ -288,7 +290,7 @@ impl CudaBackend {
                 self.common.note(&error);
                 self.failures[path as usize] += 1;
                 job.path = Some(path); // Which may have been switched to: not to be tried again.
-                let slot = self.slot(self.first_offset);
+                let slot = self.slot(first_offset);
                 Step::Failed(job.failed(slot, format!("{error}, on the {} path", path.name())))
             }
         }
@@ -324,69 +326,6 @@ impl CudaBackend {
 
     fn has(&self, path: Path) -> bool {
         path == Path::Direct || self.mover.chunk().is_some()
-    }
-
-    /// Collects a piece of at most `chunk` bytes and `most` ranges; an error is the offset of memory that
-    /// is not there.
-    fn fill(&mut self, job: &mut Job, chunk: u64, most: usize) -> Result<(), u64> {
-        self.piece.clear();
-        let piece_bytes = self.common.layout.piece_bytes();
-        // The piece of the region that the last range lay in, its address, and where the range ended.
-        let (mut ready, mut base, mut end) = (0..0, 0, u64::MAX);
-        loop {
-            let room = self.piece.room(chunk, most);
-            if room == 0 {
-                return Ok(());
-            }
-            let Some(run) = job
-                .held
-                .take()
-                .or_else(|| job.work.next_run(&self.common.layout, room))
-            else {
-                return Ok(());
-            };
-            let at = run.region_offset;
-            let mut run = run;
-            if run.bytes > room {
-                if !self.piece.is_empty() {
-                    job.held = Some(run);
-                    return Ok(());
-                }
-                // It was asked for when pieces were longer.
-                let (first, rest) = run.split_at(room);
-                (run, job.held) = (first, Some(rest));
-            }
-            // Slots are long: the next range mostly lies in the same piece.
-            if !ready.contains(&at) {
-                match self.pinned.ready(at) {
-                    Ready::Yes => {
-                        let start = at / piece_bytes * piece_bytes;
-                        ready = start..start + piece_bytes;
-                        base = self.pinned.address(start);
-                    }
-                    Ready::Later => {
-                        job.hold(run);
-                        return Ok(());
-                    }
-                    Ready::Never => return Err(at),
-                }
-            }
-            if self.piece.is_empty() {
-                self.first_offset = at;
-            }
-            let tensor = &self.common.tensors[run.tensor as usize];
-            let home = Home {
-                tensor: run.tensor,
-                allocation: tensor.allocation,
-                region_piece: ready.start,
-            };
-            // Pieces of the region are not copied across: they may lie in different memory.
-            let follows = at == end && at != ready.start;
-            let host = base + (at - ready.start) as usize;
-            let device = tensor.address + run.device_offset;
-            self.piece.push(device, host, run.bytes, follows, home);
-            end = at + run.bytes;
-        }
     }
 
     /// Prepares a failed job for the other path, or gives the error back.

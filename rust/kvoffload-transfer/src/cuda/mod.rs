@@ -1,7 +1,7 @@
 //! The CUDA backend: copies between a device's memory and pinned host memory.
 //!
 //! Follow one job: [`engine`] records an event on the stream of the compute that the job comes after,
-//! and queues it. On its direction's thread, `backend` cuts it into pieces whose host memory is ready
+//! and queues it. On its direction's thread, `backend` has `filler` cut it into pieces whose host memory is ready
 //! (`pinned` sees to that in the background), `calibrate` says which path is faster for it, and `mover`
 //! puts it into the device's queues, through `staging` and `kernel` where it is staged (and they find
 //! `room` there), as `rows` where many ranges can be copied with one call. `driver` and
@@ -18,6 +18,7 @@ mod calibrate;
 mod driver;
 pub mod engine;
 mod error;
+mod filler;
 mod fragment;
 mod job;
 #[cfg_attr(test, path = "sim/kernel.rs")]

@@ -42,12 +42,13 @@ pub(super) struct Piece {
     pub(super) ranges: Vec<Range>,
     /// Bytes of a staging chunk that they take.
     pub(super) staging: u64,
+    bytes: u64,
 }
 
 impl Piece {
     pub(super) fn clear(&mut self) {
         self.ranges.clear();
-        self.staging = 0;
+        (self.staging, self.bytes) = (0, 0);
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -56,7 +57,7 @@ impl Piece {
 
     /// Bytes of all its ranges.
     pub(super) fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|range| range.bytes).sum()
+        self.bytes
     }
 
     /// How long a range may be for it to fit into a chunk of `chunk` bytes and at most `most` ranges; 0:
@@ -76,6 +77,7 @@ impl Piece {
         }
         let staging = self.staging;
         self.staging += bytes;
+        self.bytes += bytes;
         self.ranges.push(Range {
             device,
             host,
