@@ -71,9 +71,16 @@ struct Record {
 /// In place of the number of a store that failed.
 const FAILED: u64 = u64::MAX;
 
-/// A store that has begun: its job's position in the order of submits, from 1 on.
+/// A store: its job's position in the order of submits, from 1 on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoreNumber(u64);
+
+impl StoreNumber {
+    /// Of the job at this position.
+    pub(crate) fn new(order: u64) -> Self {
+        Self(order)
+    }
+}
 
 impl Verifier {
     pub(crate) fn new(verify: Verify, stored_only: bool, num_slots: u32) -> Self {
@@ -103,13 +110,13 @@ impl Verifier {
         )
     }
 
-    /// The store at this position in the order of submits begins: until it ends well its slots hold
-    /// nothing of use.
+    /// A store begins: until it ends well its slots hold nothing of use. To be called before any other
+    /// job may use them.
     pub(crate) fn store_begins(
         &self,
-        store: u64,
+        StoreNumber(store): StoreNumber,
         chunks: impl Iterator<Item = ChunkUse>,
-    ) -> StoreNumber {
+    ) {
         let mut slots = self.slots.lock();
         let slots = &mut *slots;
         slots.unfinished.insert(store);
@@ -131,7 +138,6 @@ impl Verifier {
                 uses: record.uses.wrapping_add(1),
             };
         }
-        StoreNumber(store)
     }
 
     /// A store to these chunks has ended well. Each is hashed as a whole, whatever part was written;

@@ -4,10 +4,11 @@ mod common;
 
 use std::num::NonZeroU32;
 
+use common::gate::{GateRig, Place};
 use common::{Job, LONG, Rig, Shape};
 use kvoffload_core::layout::PageRef;
 use kvoffload_core::pool::Slot;
-use kvoffload_transfer::{CopyError, FaultPlan, JobKind, Verify, VerifyReason};
+use kvoffload_transfer::{CopyError, EngineConfig, FaultPlan, JobKind, Verify, VerifyReason};
 
 /// Chunks of two blocks in two groups.
 fn shape() -> Shape {
@@ -83,6 +84,31 @@ fn corruption_is_found_and_nothing_is_loaded() {
     // A new store (the third, which is not damaged) makes the slot good again.
     run(&rig, JobKind::Store, 5, &job(0, 0, &[2, 3], &[4])).unwrap();
     run(&rig, JobKind::Load, 6, &job(0, 0, &[4, 5], &[4])).unwrap();
+}
+
+/// Also if not one of its copies was begun: whoever wants to load does not want what was there before.
+#[test]
+fn a_store_that_the_backend_never_took_leaves_nothing_to_load() {
+    for place in [Some(Place::Submit), None] {
+        let rig = GateRig::new(&Shape::simple(8, 64, 8), 1, &EngineConfig::default());
+        rig.gates.open_all();
+        match place {
+            Some(place) => rig.gates.panic_in(2, place),
+            None => rig.gates.refuse(2),
+        }
+        rig.store(1, 0, 3);
+        rig.load(11, 3, 4);
+        rig.store(2, 1, 3);
+        rig.load(12, 3, 4);
+        rig.engine.wait(&[1, 11, 2, 12], LONG).unwrap();
+        let mut ends = rig.engine.take_finished();
+        ends.sort_by_key(|end| end.job);
+        let [first, second, before, after] = ends.try_into().unwrap();
+        assert_eq!((first.outcome, before.outcome), (Ok(()), Ok(())));
+        assert!(second.outcome.is_err());
+        let wrong = (12, Slot::new(3), VerifyReason::StoreFailed);
+        assert_eq!(reason(after.outcome), wrong);
+    }
 }
 
 #[test]

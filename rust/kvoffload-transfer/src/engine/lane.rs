@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use kvoffload_core::jobs::JobKind;
 
 use super::Shared;
-use super::job::Start;
+use super::job::{JobIds, Start};
 use super::state::{State, lane};
 use crate::backend::{Backend, Ended, Poll, Progress, Work};
 use crate::error::CopyError;
 use crate::region::Region;
+use crate::verify::StoreNumber;
 
 /// A thread that wakes by itself so soon is not woken for a job: the system call would cost the
 /// caller more than all the rest of a submit.
@@ -36,6 +37,8 @@ pub(super) struct Lane {
     poll_at: Option<Instant>,
     /// What the backend reported and has not been dealt with.
     progress: Progress,
+    /// Stores that have begun, and what they name, until the verifier knows of them.
+    begun: Vec<(StoreNumber, Arc<JobIds>)>,
     /// The job that is being started or ended.
     current: Option<u64>,
     /// The last thing done was to place a job.
@@ -105,6 +108,7 @@ impl Lane {
             active: None,
             poll_at: None,
             progress: Progress::default(),
+            begun: Vec::new(),
             current: None,
             placed: false,
         }
@@ -129,7 +133,10 @@ impl Lane {
                             self.backend.rush(job);
                         }
                     }
-                    Err(error) => self.shared.finish(job, 0, 0.0, Err(error)),
+                    Err(error) => {
+                        self.note_begun();
+                        self.shared.finish(job, 0, 0.0, Err(error));
+                    }
                 }
                 self.current = None;
                 self.poll_at = Some(Instant::now());
@@ -155,6 +162,7 @@ impl Lane {
                     self.shared.enqueued(&self.progress.enqueued);
                     self.progress.enqueued.clear();
                 }
+                self.note_begun();
                 self.poll_at = match poll {
                     Poll::Again => Some(Instant::now()),
                     Poll::After(pause) => Instant::now().checked_add(pause),
@@ -270,7 +278,11 @@ impl Lane {
         let (layout, verifier) = (&shared.layout, &shared.verifier);
         let geometry = ids.geometry();
         let store = match self.kind {
-            JobKind::Store => Some(verifier.store_begins(order, geometry.chunks(layout))),
+            JobKind::Store => {
+                let number = StoreNumber::new(order);
+                self.begun.push((number, Arc::clone(&ids)));
+                Some(number)
+            }
             JobKind::Load => {
                 let (chunks, stop) = (geometry.chunks(layout), || shared.abandoning());
                 // SAFETY: the job is live and reads the slots, so the fence holds every job back that
@@ -282,6 +294,18 @@ impl Lane {
         let mut work = Work::new(job, layout, ids, mark);
         work.store = store;
         self.backend.submit(work)
+    }
+
+    /// Notes what the stores write that have begun. It takes a while for long ones, so it is done while
+    /// their first copies run, which begin in the backend's `poll`, but before any of them is reported:
+    /// until then the fence keeps other jobs away from their slots.
+    fn note_begun(&mut self) {
+        let Self { shared, begun, .. } = self;
+        for (number, ids) in begun.drain(..) {
+            let geometry = ids.geometry();
+            let chunks = geometry.chunks(&shared.layout);
+            shared.verifier.store_begins(number, chunks);
+        }
     }
 
     /// Does what is left to do when the copies of a job are over, and reports it.
@@ -315,6 +339,7 @@ impl Lane {
     fn recover(&mut self, panic: &(dyn Any + Send)) {
         let message = panic_text(panic);
         self.shared.state.lock().stats.panics += 1;
+        self.note_begun();
         let given_up = self.backend.abandon();
         self.held = 0;
         self.progress.enqueued.clear();

@@ -32,6 +32,7 @@ struct State {
     open: HashSet<u64>,
     all_open: bool,
     panics: HashMap<u64, Place>,
+    refused: HashSet<u64>,
     started: Vec<u64>,
     threads: HashSet<ThreadId>,
 }
@@ -49,6 +50,11 @@ impl Gates {
 
     pub fn panic_in(&self, job: u64, place: Place) {
         self.state.lock().panics.insert(job, place);
+    }
+
+    /// Has the backend refuse a job.
+    pub fn refuse(&self, job: u64) {
+        self.state.lock().refused.insert(job);
     }
 
     /// Jobs in the order in which the backend got them.
@@ -97,6 +103,13 @@ impl Backend for GateBackend {
     fn submit(&mut self, work: Work) -> Result<(), CopyError> {
         assert!(self.held.len() < self.depth);
         self.gates.visit(work.job, Place::Submit);
+        if self.gates.state.lock().refused.contains(&work.job) {
+            return Err(CopyError::Failed {
+                job: work.job,
+                slot: work.geometry().slots[0],
+                reason: "refused on purpose".to_owned(),
+            });
+        }
         self.gates.state.lock().started.push(work.job);
         self.gates.changed.notify_all();
         self.held.push_back(work);
