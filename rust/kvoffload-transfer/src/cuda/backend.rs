@@ -51,6 +51,9 @@ const TOO_OFTEN: u32 = 8;
 /// How long to leave the device alone while copies run: a piece takes 150 us or more on a fast bus, and
 /// there is another behind it.
 const PACE: Duration = Duration::from_micros(25);
+/// And when so little is left that its end, for which somebody may wait, comes within some 40 us.
+const SOON: Duration = Duration::from_micros(4);
+const LAST_BYTES: u64 = 2 << 20;
 /// How long to leave the device alone while jobs wait for compute only.
 const COMPUTING: Duration = Duration::from_micros(100);
 /// How many of them are asked for at a time.
@@ -179,7 +182,8 @@ impl CudaBackend {
         Ok(if sent == PIECES_A_POLL {
             Poll::Again
         } else if !self.mover.is_idle() {
-            Poll::After(PACE)
+            let soon_over = self.mover.bytes() <= LAST_BYTES;
+            Poll::After(if soon_over { SOON } else { PACE })
         } else if waiting > 0 {
             Poll::After(COMPUTING)
         } else if !self.jobs.is_empty() {

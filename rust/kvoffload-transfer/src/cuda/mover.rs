@@ -179,6 +179,11 @@ impl Mover {
         self.staging.as_ref().is_none_or(Staging::has_room)
     }
 
+    /// Bytes that the device has not copied yet, as far as is known.
+    pub(super) fn bytes(&self) -> u64 {
+        self.queues.iter().map(Queue::bytes).sum()
+    }
+
     pub(super) fn is_idle(&self) -> bool {
         self.queues.iter().all(Queue::is_empty)
     }

@@ -88,10 +88,15 @@ pub(super) struct Queue(VecDeque<InFlight>);
 
 impl Queue {
     pub(super) fn has_room(&self) -> bool {
-        let bytes: u64 = self.0.iter().map(|piece| piece.bytes).sum();
+        let bytes = self.bytes();
         // One behind the one that is under way, if that is not too long by itself.
         let behind_one = self.0.len() == 1 && bytes <= PACE_BYTES;
         behind_one || self.0.len() < MOST_PIECES && bytes < PACE_BYTES
+    }
+
+    /// Bytes of all its pieces.
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.iter().map(|piece| piece.bytes).sum()
     }
 
     /// Takes out the oldest piece if it is done.
