@@ -2,7 +2,7 @@
 
 use kvoffload_core::jobs::JobKind;
 use kvoffload_core::layout::{KvLayout, LayoutError, PageRef, TensorLayout, slot_bytes};
-use kvoffload_core::plan::{CheckScratch, CopyPlan, CopyRun, Geometry, PlanError};
+use kvoffload_core::plan::{CheckScratch, CopyPlan, CopyRun, Geometry, PlanError, RunCursor};
 use kvoffload_core::pool::Slot;
 
 fn tensor(num_blocks: u32, block_stride: u64, page_bytes: u64) -> TensorLayout {
@@ -387,4 +387,44 @@ fn a_run_in_two_parts() {
     let flat = |run: CopyRun| (run.tensor, run.device_offset, run.region_offset, run.bytes);
     assert_eq!(flat(first), (3, 100, 2000, 20));
     assert_eq!(flat(rest), (3, 120, 2020, 30));
+}
+
+#[test]
+fn pages_of_a_block_come_together_where_no_two_can_be_one_copy() {
+    let layout = |refs: Vec<PageRef>, per_chunk| {
+        let tensors = vec![tensor(8, 16, 16), tensor(8, 4, 4)];
+        KvLayout::new(tensors, vec![refs], per_chunk, 4, 64, 2).unwrap()
+    };
+    let slots = slots(&[3, 1]);
+    let job = Geometry {
+        block_ids: &[5, 2],
+        group_sizes: &[2],
+        block_indices: &[0],
+        slots: &slots,
+    };
+    let apart = layout(vec![page(0, 16), page(1, 4)], 1);
+    let mut cursor = RunCursor::default();
+    let mut given = Vec::new();
+    for skip in [2, 1, 1] {
+        let pages = cursor.pages(&apart, &job).unwrap();
+        let flat = |run: CopyRun| (run.tensor, run.device_offset, run.region_offset, run.bytes);
+        given.push(pages.runs().map(flat).collect::<Vec<_>>());
+        cursor.skip(skip);
+    }
+    let first = vec![(0, 5 * 16, 3 * 64, 16), (1, 5 * 4, 3 * 64 + 16, 4)];
+    let second = vec![(0, 2 * 16, 64, 16), (1, 2 * 4, 64 + 16, 4)];
+    let rest = vec![second[1]];
+    assert_eq!(given, [first, second, rest]);
+    assert!(cursor.pages(&apart, &job).is_none());
+    // Blocks of a chunk, and layers that share a tensor, may be adjacent.
+    for (refs, per_chunk) in [
+        (vec![page(0, 16), page(1, 4)], 2),
+        (vec![page(0, 16)], 1),
+        (vec![page(0, 16), page(1, 4), page(0, 16)], 1),
+    ] {
+        let layout = layout(refs, per_chunk);
+        let slots = &slots[..2 / per_chunk as usize];
+        let job = Geometry { slots, ..job };
+        assert!(RunCursor::default().pages(&layout, &job).is_none());
+    }
 }

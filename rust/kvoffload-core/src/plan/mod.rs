@@ -1,7 +1,8 @@
 //! From (blocks, slots) to the copies that move them: checked, then merged.
 //!
 //! The same copies serve both directions; the caller decides which side is read. A job of many blocks
-//! has too many of them to keep, so a [`RunCursor`] makes them one by one when they are due.
+//! has too many of them to keep, so a [`RunCursor`] makes them when they are due, one by one or, where that
+//! can be, all of a block ([`Pages`]).
 
 mod check;
 mod cursor;

@@ -51,8 +51,8 @@ const TOO_OFTEN: u32 = 8;
 /// How long to leave the device alone while copies run: a piece takes 150 us or more on a fast bus, and
 /// there is another behind it.
 const PACE: Duration = Duration::from_micros(25);
-/// And when so little is left that its end, for which somebody may wait, comes within some 40 us.
-const SOON: Duration = Duration::from_micros(4);
+/// And near the end of loads, for which requests wait: the last bytes take 40 us on a fast bus.
+const ENDING: Duration = Duration::from_micros(4);
 const LAST_BYTES: u64 = 2 << 20;
 /// How long to leave the device alone while jobs wait for compute only.
 const COMPUTING: Duration = Duration::from_micros(100);
@@ -182,8 +182,7 @@ impl CudaBackend {
         Ok(if sent == PIECES_A_POLL {
             Poll::Again
         } else if !self.mover.is_idle() {
-            let soon_over = self.mover.bytes() <= LAST_BYTES;
-            Poll::After(if soon_over { SOON } else { PACE })
+            Poll::After(if self.is_ending() { ENDING } else { PACE })
         } else if waiting > 0 {
             Poll::After(COMPUTING)
         } else if !self.jobs.is_empty() {
@@ -191,6 +190,16 @@ impl CudaBackend {
         } else {
             Poll::After(IDLE)
         })
+    }
+
+    /// Whether nothing but a few bytes stands between loads and their end.
+    fn is_ending(&self) -> bool {
+        // A rushed job's copies may wait for compute, and staged ones for room on the device.
+        let waits = |job: &Job| job.pieces > 0 && job.after.is_some();
+        self.kind == JobKind::Load
+            && self.mover.bytes() <= LAST_BYTES
+            && !self.mover.starves()
+            && !self.jobs.iter().any(waits)
     }
 
     /// Takes a job one piece further, on the other path if it must; says whether it moved.

@@ -83,6 +83,7 @@ impl<'a> Filler<'a> {
                 Ready::Never => return Err(run.region_offset),
             }
         }
+        debug_assert!(self.piece.staging <= self.chunk && self.piece.ranges.len() <= self.most);
         Ok(self.first)
     }
 

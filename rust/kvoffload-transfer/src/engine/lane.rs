@@ -296,9 +296,9 @@ impl Lane {
         self.backend.submit(work)
     }
 
-    /// Notes what the stores write that have begun. It takes a while for long ones, so it is done while
-    /// their first copies run, which begin in the backend's `poll`, but before any of them is reported:
-    /// until then the fence keeps other jobs away from their slots.
+    /// Notes what the stores write that have begun. It takes a while for long ones, so it is done after
+    /// the backend's `poll` has their first copies under way (on a device), but before any of them is
+    /// reported: until then the fence keeps other jobs away from their slots.
     fn note_begun(&mut self) {
         let Self { shared, begun, .. } = self;
         for (number, ids) in begun.drain(..) {

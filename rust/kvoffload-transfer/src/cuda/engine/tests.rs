@@ -1,5 +1,6 @@
 //! Random jobs of an engine on the simulated device, against a model; and controls without each wait.
 
+mod borders;
 mod cancel;
 mod rig;
 mod rows;

@@ -151,7 +151,7 @@ fn copy(target: u64, source: u64, bytes: usize) {
     }
 }
 
-/// Start and end of all memory that copies of rows may lie in: allocations of the device, and host memory
+/// Start and end of all memory that a copy may lie in: allocations of the device, and host memory
 /// that is allocated or registered with it.
 static KNOWN: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 
@@ -186,6 +186,11 @@ fn known(address: u64) -> Option<(u64, u64)> {
     let known = KNOWN.lock();
     let mut found = known.iter().copied();
     found.find(|&(start, end)| (start..end).contains(&address))
+}
+
+/// Whether a range lies in more than one memory that the driver knows.
+pub(super) fn is_across(address: u64, bytes: usize) -> bool {
+    known(address) != known(address + bytes as u64 - 1)
 }
 
 /// Whether rows lie in one memory on each side.
@@ -368,7 +373,7 @@ impl Device {
     }
 }
 
-fn simulated(call: &'static str, code: u32) -> DriverError {
+pub(super) fn simulated(call: &'static str, code: u32) -> DriverError {
     DriverError {
         call,
         code,

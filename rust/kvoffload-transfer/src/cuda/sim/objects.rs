@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvoffload_core::jobs::JobKind;
 
 use super::batch::Batch;
-use super::driver::{Device, Known, Op, fresh};
+use super::driver::{Device, Known, Op, fresh, is_across, simulated};
 use super::error::DriverError;
 use super::rows::Rows;
 
@@ -87,9 +87,17 @@ impl Stream {
         batch: &mut Batch,
         _pageable: bool,
     ) -> Result<(), DriverError> {
-        self.device
-            .call("cuMemcpyBatchAsync")
-            .inspect_err(|_| batch.clear())?;
+        let call = "cuMemcpyBatchAsync";
+        let hosts = match batch.kind {
+            JobKind::Store => &batch.targets,
+            JobKind::Load => &batch.sources,
+        };
+        let mut copies = hosts.iter().zip(&batch.sizes);
+        let answer = match copies.any(|(&host, &bytes)| is_across(host, bytes)) {
+            true => Err(simulated(call, 1)),
+            false => self.device.call(call),
+        };
+        answer.inspect_err(|_| batch.clear())?;
         for at in 0..batch.sizes.len() {
             let op = Op::Copy {
                 target: batch.targets[at],
