@@ -3,11 +3,11 @@
 //! One [`Backend`] value serves one direction and belongs to that direction's thread, so it needs no
 //! locks. It never waits: [`Backend::submit`] takes a job over, [`Backend::poll`] moves the jobs it
 //! has on for a bounded time and hands back those that ended. Copies are made from the job's numbers
-//! as they are asked for ([`Work::next_run`], [`Work::pages`]), so that a large job needs no plan. The host backend
-//! copies inside `poll`; a backend for a device enqueues there, and asks its events. What a device has to
-//! wait for before a copy is known on the caller's thread only: whoever wraps the engine for it records
-//! an event there and gives it to [`Engine::submit_after`](crate::Engine::submit_after) as the job's
-//! [`Mark`].
+//! as they are asked for ([`Work::next_run`], [`Work::pages`]), so that a large job needs no plan. The
+//! host backend copies inside `poll`; a backend for a device enqueues there, and asks its events. What a
+//! device has to wait for before a copy is known on the caller's thread only: whoever wraps the engine for
+//! it records an event there and gives it to [`Engine::submit_after`](crate::Engine::submit_after) as the
+//! job's [`Mark`].
 
 use std::any::Any;
 use std::collections::VecDeque;

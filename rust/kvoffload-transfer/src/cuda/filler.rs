@@ -87,8 +87,8 @@ impl<'a> Filler<'a> {
         Ok(self.first)
     }
 
-    /// Takes pages of one block at a time, which costs a fraction of a run by itself; false if there
-    /// are none to be had so, or the first is too long or its memory not ready.
+    /// Takes several pages of one block, each of which costs about half as much so as by itself; false if
+    /// there are none to be had so, or the first is too long or its memory not ready.
     fn take_pages(&mut self, job: &mut Job) -> bool {
         if job.held.is_some() {
             return false;
