@@ -410,6 +410,50 @@ proptest! {
         prop_assert_eq!(merged(&shape, runs), naive_runs(&shape, &work, &[u64::MAX]));
     }
 
+    /// By slot the same bytes are moved, from the region's start to its end, as often as one likes.
+    #[test]
+    fn by_slot_the_copies_are_those_of_the_job_in_the_regions_order(
+        (shape, work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
+        kind in prop_oneof![Just(JobKind::Store), Just(JobKind::Load)],
+        limits in prop::collection::vec(prop_oneof![1..30u64, Just(u64::MAX)], 1..5),
+        taken in prop::collection::vec(prop::option::weighted(0.5, any::<Index>()), 1..9),
+    ) {
+        let layout = shape.layout().unwrap();
+        let geometry = work.geometry();
+        let mut scratch = CheckScratch::new(&layout);
+        prop_assume!(geometry.check_job(kind, &layout, &mut scratch).is_ok());
+        let mut cursor = RunCursor::by_slot(&layout, &geometry);
+        let mut expected = Memory::new(&shape);
+        expected.copy_all(kind, &shape, &work);
+        for _ in 0..2 {
+            let (mut limit, mut taken) = (limits.iter().cycle(), taken.iter().cycle());
+            let mut runs = Vec::new();
+            loop {
+                if let Some(index) = taken.next().unwrap()
+                    && let Some(pages) = cursor.pages(&layout, &geometry)
+                {
+                    let pages: Vec<CopyRun> = pages.runs().collect();
+                    let count = index.index(pages.len()) + 1;
+                    runs.extend_from_slice(&pages[..count]);
+                    cursor.skip(count);
+                } else if let Some(run) = cursor.next(&layout, &geometry, *limit.next().unwrap()) {
+                    runs.push(run);
+                } else {
+                    break;
+                }
+            }
+            let mut copied = Memory::new(&shape);
+            runs.iter().for_each(|&run| copied.copy(kind, run));
+            prop_assert_eq!(&copied, &expected);
+            prop_assert_eq!(geometry.bytes(&layout), runs.iter().map(|run| run.bytes).sum::<u64>());
+            let slots = runs.iter().map(|run| run.region_offset / layout.slot_bytes());
+            prop_assert!(slots.is_sorted());
+            let ascend = |pair: &[CopyRun]| pair[0].region_offset + pair[0].bytes <= pair[1].region_offset;
+            prop_assert!(kind == JobKind::Load || runs.windows(2).all(ascend));
+            cursor.restart();
+        }
+    }
+
     /// Any numbers at all: a typed error or a plan inside the bounds, never a panic.
     #[test]
     fn hostile_jobs_are_refused(

@@ -71,9 +71,15 @@ impl Work {
         self.cursor.skip(pages);
     }
 
+    /// From now on the copies come in the order of the job's slots; none may have been taken yet. See
+    /// [`RunCursor::by_slot`].
+    pub fn sort_by_slot(&mut self, layout: &KvLayout) {
+        self.cursor = RunCursor::by_slot(layout, &self.ids.geometry());
+    }
+
     /// Goes back to the first copy.
     pub fn restart(&mut self) {
-        self.cursor = RunCursor::default();
+        self.cursor.restart();
     }
 
     /// What the job named.

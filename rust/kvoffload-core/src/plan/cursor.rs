@@ -1,7 +1,11 @@
 //! A job's copies one after the other, from wherever the last call stopped.
 
-use super::{CopyRun, Geometry};
+use std::mem;
+use std::ops::Range;
+
+use super::{CopyRun, Geometry, Span};
 use crate::layout::{KvLayout, PlacedRef};
+use crate::pool::Slot;
 
 /// Pages of one block in the order in which they lie in its slot.
 #[derive(Clone, Copy, Debug)]
@@ -28,20 +32,18 @@ impl Pages<'_> {
 
 /// Where in a job's copies its reader is. The default is the start.
 ///
-/// The order is group, slot, ref, sub-block: inside a slot, region offsets ascend. A cursor belongs to
-/// one geometry and one layout; it keeps nothing of either, so pass the same ones every time.
+/// The order is chunk, ref, sub-block: inside a slot, region offsets ascend. Chunks come as the geometry
+/// has them, group by group, or by slot ([`RunCursor::by_slot`]). A cursor belongs to one geometry and
+/// one layout; pass the same ones every time.
 #[derive(Clone, Debug, Default)]
 pub struct RunCursor {
-    /// The group of the current chunk, and the one whose turn is next.
-    group: usize,
-    next_group: usize,
-    /// Blocks of the group that are in no chunk yet.
-    left: u32,
-    /// Sub-blocks of the next chunk that the job leaves out.
-    skip: u32,
-    /// Position of the next chunk in `slots`, and of its first block in `block_ids`.
-    next_slot: usize,
-    next_block: usize,
+    /// Positions in the geometry's `slots`, in an order of their own; empty: as they are.
+    order: Vec<u32>,
+    /// How many chunks came before the next one.
+    turn: usize,
+    /// The group that the current chunk is of, and the positions of all its chunks in `slots`.
+    span: Span,
+    chunks: Range<usize>,
 
     /// The current chunk: its first block's position in `block_ids`, the sub-blocks it copies, and
     /// where its slot starts.
@@ -62,6 +64,30 @@ pub struct RunCursor {
 }
 
 impl RunCursor {
+    /// At the start of a job's copies in the order of its slots, so that region offsets ascend from the
+    /// first copy to the last, except where a slot is named twice.
+    ///
+    /// Relies on [`Geometry::check`].
+    #[must_use]
+    pub fn by_slot(layout: &KvLayout, geometry: &Geometry<'_>) -> Self {
+        let order = match geometry.slots.is_sorted() {
+            true => Vec::new(),
+            false => ascending(geometry.slots, layout.num_slots()),
+        };
+        Self {
+            order,
+            ..Self::default()
+        }
+    }
+
+    /// Goes back to the first copy.
+    pub fn restart(&mut self) {
+        *self = Self {
+            order: mem::take(&mut self.order),
+            ..Self::default()
+        };
+    }
+
     /// The next copy, `None` after the last: all that is adjacent on both sides, up to `limit` bytes
     /// and up to the next border between two pieces. What the limit cuts off comes with the next call.
     ///
@@ -75,7 +101,7 @@ impl RunCursor {
     ) -> Option<CopyRun> {
         debug_assert!(limit > 0, "a run has at least one byte");
         self.settle(layout, geometry)?;
-        let mut page = self.page(&layout.refs(self.group)[self.page], geometry);
+        let mut page = self.page(&layout.refs(self.span.group)[self.page], geometry);
         let mut run = CopyRun {
             tensor: page.tensor,
             device_offset: page.device_offset + self.cut,
@@ -93,7 +119,7 @@ impl RunCursor {
             if run.bytes == limit || self.settle(layout, geometry).is_none() {
                 return Some(run);
             }
-            let placed = &layout.refs(self.group)[self.page];
+            let placed = &layout.refs(self.span.group)[self.page];
             // Most often so when refs have tensors of their own, and cheap to find out.
             if placed.tensor != run.tensor {
                 return Some(run);
@@ -121,9 +147,9 @@ impl RunCursor {
         geometry: &Geometry<'_>,
     ) -> Option<Pages<'l>> {
         self.settle(layout, geometry)?;
-        let apart = self.end - self.first == 1 && layout.is_apart(self.group);
+        let apart = self.end - self.first == 1 && layout.is_apart(self.span.group);
         (apart && self.cut == 0).then(|| Pages {
-            refs: &layout.refs(self.group)[self.page..],
+            refs: &layout.refs(self.span.group)[self.page..],
             block: geometry.block_ids[self.block].into(),
             start: self.start,
             sub_block: self.sub_block.into(),
@@ -165,35 +191,61 @@ impl RunCursor {
 
     /// Goes to the next chunk that has bytes; at the job's end it stays where it is.
     fn next_chunk(&mut self, layout: &KvLayout, geometry: &Geometry<'_>) -> Option<()> {
-        let per_chunk = layout.blocks_per_chunk();
         // Should there be none, the next call comes here again.
         self.pages = 0;
-        while self.left == 0 {
-            let &size = geometry.group_sizes.get(self.next_group)?;
-            self.group = self.next_group;
-            self.next_group += 1;
-            // The remainder fits, because the divisor is a u32.
-            let skip = (geometry.block_indices[self.group] % u64::from(per_chunk)) as u32;
-            if !layout.refs(self.group).is_empty() {
-                (self.left, self.skip) = (size, skip);
-            } else if size > 0 {
-                let chunks = (u64::from(size) + u64::from(skip)).div_ceil(per_chunk.into());
-                self.next_block += size as usize;
-                self.next_slot += chunks as usize;
+        let at = loop {
+            let at = match self.order.is_empty() {
+                true => self.turn,
+                false => *self.order.get(self.turn)? as usize,
+            };
+            if !self.chunks.contains(&at) {
+                (self.chunks, self.span) = geometry.span_at(at, layout)?;
             }
-        }
-        let slot = geometry.slots[self.next_slot];
-        let here = self.left.min(per_chunk - self.skip);
-        self.block = self.next_block;
-        self.first = self.skip;
-        self.end = self.skip + here;
+            self.turn += 1;
+            if !layout.refs(self.span.group).is_empty() {
+                break at;
+            }
+        };
+        let per_chunk = layout.blocks_per_chunk();
+        let span = &self.span;
+        // Blocks of the group up to this chunk, with those that its first chunk leaves out.
+        let before = (at - self.chunks.start) * per_chunk as usize;
+        let stop = span.skip + span.blocks.len() - before;
+        // All of them fit, because they are at most `per_chunk`.
+        self.first = span.skip.saturating_sub(before) as u32;
+        self.end = stop.min(per_chunk as usize) as u32;
+        self.block = span.blocks.start + before.saturating_sub(span.skip);
+        let slot = geometry.slots[at];
         self.start = layout.slot_offset(slot);
         self.border = slot.get().is_multiple_of(layout.slots_per_piece());
-        (self.page, self.pages) = (0, layout.refs(self.group).len());
-        self.next_slot += 1;
-        self.next_block += here as usize;
-        self.left -= here;
-        self.skip = 0;
+        (self.page, self.pages) = (0, layout.refs(span.group).len());
         Some(())
     }
+}
+
+/// Positions of slots in the ascending order of the slots, all below `limit`: a counting sort by the lower
+/// half of their bits and one by the upper half. Sorting by comparison takes two to three times as long.
+fn ascending(slots: &[Slot], limit: u32) -> Vec<u32> {
+    let bits = (u32::BITS - limit.leading_zeros()).div_ceil(2);
+    let mut order: Vec<u32> = (0..slots.len() as u32).collect();
+    let mut sorted = vec![0; slots.len()];
+    let mut places = vec![0u32; 1 << bits];
+    for shift in [0, bits] {
+        let digit = |slot: Slot| (slot.get() >> shift) as usize & ((1 << bits) - 1);
+        places.fill(0);
+        for &slot in slots {
+            places[digit(slot)] += 1;
+        }
+        let mut next = 0;
+        for place in &mut places {
+            next += mem::replace(place, next);
+        }
+        for &at in &order {
+            let place = &mut places[digit(slots[at as usize])];
+            sorted[*place as usize] = at;
+            *place += 1;
+        }
+        mem::swap(&mut order, &mut sorted);
+    }
+    order
 }

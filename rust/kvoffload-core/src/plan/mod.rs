@@ -7,6 +7,8 @@
 mod check;
 mod cursor;
 
+use std::ops::Range;
+
 use crate::layout::KvLayout;
 use crate::pool::Slot;
 pub use check::{CheckScratch, PlanError};
@@ -67,6 +69,16 @@ impl<'a> Geometry<'a> {
         })
     }
 
+    /// The group whose chunk uses the slot at a position, with the positions of all its chunks.
+    fn span_at(&self, at: usize, layout: &KvLayout) -> Option<(Range<usize>, Span)> {
+        let mut start = 0;
+        self.spans(layout).find_map(|span| {
+            let chunks = start..start + span.chunks as usize;
+            start = chunks.end;
+            chunks.contains(&at).then_some((chunks, span))
+        })
+    }
+
     /// The groups' parts of the job. Stops at the end of the shorter list if the lists disagree.
     fn spans(&self, layout: &KvLayout) -> impl Iterator<Item = Span> + use<'a> {
         let per_chunk = u64::from(layout.blocks_per_chunk());
@@ -101,10 +113,11 @@ pub struct ChunkUse {
 }
 
 /// One group's part of a job.
+#[derive(Clone, Debug, Default)]
 struct Span {
     group: usize,
     /// Positions in `block_ids`.
-    blocks: std::ops::Range<usize>,
+    blocks: Range<usize>,
     /// Sub-blocks of the first chunk that the job leaves out.
     skip: usize,
     /// Number of chunks, thus of slots.

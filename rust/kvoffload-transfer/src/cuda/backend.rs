@@ -42,6 +42,9 @@ const DIRECT_COPIES: usize = 8192;
 /// the end each is half of what is left: so the copy engine starts soon, and little is left to do on
 /// either side of its work.
 const FIRST_PIECE: u64 = 1 << 20;
+/// Stores to slots below this length go through host memory from its start to its end. In random order an
+/// H200 writes slots of 128 KiB at 92 % of its speed, of 1 MiB at 98 %; and neighbours become one copy.
+const SHORT_SLOT: u64 = 1 << 20;
 /// Jobs held at once.
 const DEPTH: usize = 64;
 /// Pieces that one `poll` puts into the queues at most.
@@ -460,6 +463,10 @@ impl Backend for CudaBackend {
         let slots = work.geometry().slots.iter();
         self.pinned.want(slots.map(|slot| slot.get().into()), false);
         let after = (!self.faults.skip_compute_wait).then(|| Arc::new(*after));
+        let layout = &self.common.layout;
+        if self.kind == JobKind::Store && layout.slot_bytes() < SHORT_SLOT {
+            work.sort_by_slot(layout);
+        }
         let mut job = Job::new(work, after);
         job.fail = every != 0 && self.submitted.is_multiple_of(every);
         if nothing {

@@ -144,6 +144,17 @@ fn neighbours_are_rows_of_each_tensor() {
     assert_eq!((layers.refused_rows(), layers.stat("retries")), (0, 0));
 }
 
+/// A store goes through its slots in their order, so that neighbours are found in whatever order they are
+/// named.
+#[test]
+fn a_store_finds_neighbours_in_any_order() {
+    let mut layers = Layers::new(false, 0);
+    let any: Vec<u32> = (0..500).map(|at| at * 371 % 500).collect();
+    let [stored, loaded] = layers.there_and_back(&any, &any, &any);
+    assert!(stored >= LAYERS as u64, "{stored}");
+    assert_eq!(loaded, 0, "a load keeps to the order it was given");
+}
+
 /// Of scattered blocks the layers are rows, where all are in one allocation.
 #[test]
 fn layers_are_rows_in_one_allocation() {
