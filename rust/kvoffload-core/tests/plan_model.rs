@@ -410,19 +410,39 @@ proptest! {
         prop_assert_eq!(merged(&shape, runs), naive_runs(&shape, &work, &[u64::MAX]));
     }
 
-    /// By slot the same bytes are moved, from the region's start to its end, as often as one likes.
+    /// By slot the same bytes are moved, group by group from the region's start to its end, as often as one
+    /// likes.
     #[test]
     fn by_slot_the_copies_are_those_of_the_job_in_the_regions_order(
-        (shape, work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
+        (shape, mut work) in shape().prop_flat_map(|shape| (Just(shape.clone()), work(&shape))),
         kind in prop_oneof![Just(JobKind::Store), Just(JobKind::Load)],
+        mix in prop::option::weighted(0.8, any::<u64>()),
         limits in prop::collection::vec(prop_oneof![1..30u64, Just(u64::MAX)], 1..5),
         taken in prop::collection::vec(prop::option::weighted(0.5, any::<Index>()), 1..9),
     ) {
+        if let Some(seed) = mix {
+            let key = |slot: &Slot| (u64::from(slot.get()) ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            work.slots.sort_by_key(key);
+        }
         let layout = shape.layout().unwrap();
         let geometry = work.geometry();
         let mut scratch = CheckScratch::new(&layout);
         prop_assume!(geometry.check_job(kind, &layout, &mut scratch).is_ok());
+        // Which slots come after one another, all of them, and those with bytes without repeats.
+        let chunks: Vec<_> = geometry.chunks(&layout).collect();
+        let (mut all, mut copied) = (Vec::new(), Vec::new());
+        for group in chunks.chunk_by(|a, b| a.group == b.group) {
+            let mut slots: Vec<Slot> = group.iter().map(|chunk| chunk.slot).collect();
+            slots.sort();
+            all.extend_from_slice(&slots);
+            if !shape.groups[group[0].group].is_empty() {
+                copied.extend(slots.iter().map(|&slot| u64::from(slot.get())));
+            }
+        }
+        copied.dedup();
+
         let mut cursor = RunCursor::by_slot(&layout, &geometry);
+        prop_assert_eq!(cursor.slots(geometry).collect::<Vec<_>>(), all);
         let mut expected = Memory::new(&shape);
         expected.copy_all(kind, &shape, &work);
         for _ in 0..2 {
@@ -442,14 +462,17 @@ proptest! {
                     break;
                 }
             }
-            let mut copied = Memory::new(&shape);
-            runs.iter().for_each(|&run| copied.copy(kind, run));
-            prop_assert_eq!(&copied, &expected);
+            prop_assert!(cursor.pages(&layout, &geometry).is_none(), "it stays at the end");
+            prop_assert_eq!(cursor.next(&layout, &geometry, 1), None);
+            let mut moved = Memory::new(&shape);
+            runs.iter().for_each(|&run| moved.copy(kind, run));
+            prop_assert_eq!(&moved, &expected);
             prop_assert_eq!(geometry.bytes(&layout), runs.iter().map(|run| run.bytes).sum::<u64>());
-            let slots = runs.iter().map(|run| run.region_offset / layout.slot_bytes());
-            prop_assert!(slots.is_sorted());
-            let ascend = |pair: &[CopyRun]| pair[0].region_offset + pair[0].bytes <= pair[1].region_offset;
-            prop_assert!(kind == JobKind::Load || runs.windows(2).all(ascend));
+            let slot = |offset: u64| offset / layout.slot_bytes();
+            let spans = runs.iter().map(|run| (run.region_offset, run.region_offset + run.bytes - 1));
+            let mut seen: Vec<u64> = spans.flat_map(|(first, last)| slot(first)..=slot(last)).collect();
+            seen.dedup();
+            prop_assert_eq!(&seen, &copied);
             cursor.restart();
         }
     }

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use kvoffload_core::layout::KvLayout;
 use kvoffload_core::plan::{CopyRun, Geometry, Pages, RunCursor};
+use kvoffload_core::pool::Slot;
 
 use crate::engine::JobIds;
 use crate::error::CopyError;
@@ -71,10 +72,15 @@ impl Work {
         self.cursor.skip(pages);
     }
 
-    /// From now on the copies come in the order of the job's slots; none may have been taken yet. See
+    /// From now on the copies come in the order of each group's slots; none may have been taken yet. See
     /// [`RunCursor::by_slot`].
     pub fn sort_by_slot(&mut self, layout: &KvLayout) {
         self.cursor = RunCursor::by_slot(layout, &self.ids.geometry());
+    }
+
+    /// The job's slots in the order of its copies.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> {
+        self.cursor.slots(self.ids.geometry())
     }
 
     /// Goes back to the first copy.

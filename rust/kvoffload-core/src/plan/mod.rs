@@ -69,32 +69,26 @@ impl<'a> Geometry<'a> {
         })
     }
 
-    /// The group whose chunk uses the slot at a position, with the positions of all its chunks.
-    fn span_at(&self, at: usize, layout: &KvLayout) -> Option<(Range<usize>, Span)> {
+    /// The groups' parts of the job. Stops at the end of the shorter list if the lists disagree.
+    fn spans(self, layout: &KvLayout) -> impl Iterator<Item = Span> {
         let mut start = 0;
-        self.spans(layout).find_map(|span| {
-            let chunks = start..start + span.chunks as usize;
-            start = chunks.end;
-            chunks.contains(&at).then_some((chunks, span))
+        (0..).map_while(move |group| {
+            let span = self.span(group, start, layout)?;
+            start = span.blocks.end;
+            Some(span)
         })
     }
 
-    /// The groups' parts of the job. Stops at the end of the shorter list if the lists disagree.
-    fn spans(&self, layout: &KvLayout) -> impl Iterator<Item = Span> + use<'a> {
+    /// One group's part, which begins at a position in `block_ids`; `None` behind the last group.
+    fn span(&self, group: usize, start: usize, layout: &KvLayout) -> Option<Span> {
         let per_chunk = u64::from(layout.blocks_per_chunk());
-        let mut start = 0usize;
-        let sizes = self.group_sizes.iter().zip(self.block_indices);
-        sizes.enumerate().map(move |(group, (&size, &first))| {
-            let skip = if size == 0 { 0 } else { first % per_chunk };
-            let end = start.saturating_add(size as usize);
-            let span = Span {
-                group,
-                blocks: start..end,
-                skip: skip as usize,
-                chunks: (u64::from(size) + skip).div_ceil(per_chunk),
-            };
-            start = end;
-            span
+        let (&size, &first) = (self.group_sizes.get(group)?, self.block_indices.get(group)?);
+        let skip = if size == 0 { 0 } else { first % per_chunk };
+        Some(Span {
+            group,
+            blocks: start..start.saturating_add(size as usize),
+            skip: skip as usize,
+            chunks: (u64::from(size) + skip).div_ceil(per_chunk),
         })
     }
 }

@@ -42,8 +42,9 @@ const DIRECT_COPIES: usize = 8192;
 /// the end each is half of what is left: so the copy engine starts soon, and little is left to do on
 /// either side of its work.
 const FIRST_PIECE: u64 = 1 << 20;
-/// Stores of slots below this length go through them in the order of host memory. In random order an H200
-/// writes slots of 128 KiB at some 91 % of its speed, of 1 MiB at 99 %; and neighbours become one copy.
+/// Stores of slots below this length go through each group's in the order of host memory. In random order an
+/// H200 writes slots of 128 KiB at some 91 % of its speed, of 1 MiB at 99 %; and where staged slots lie next
+/// to one another, they are one copy.
 const SHORT_SLOT: u64 = 1 << 20;
 /// Jobs held at once.
 const DEPTH: usize = 64;
@@ -460,13 +461,13 @@ impl Backend for CudaBackend {
             JobKind::Store => (self.faults.fail_every_store, false),
             JobKind::Load => (self.faults.fail_every_load, self.faults.load_nothing),
         };
-        let slots = work.geometry().slots.iter();
-        self.pinned.want(slots.map(|slot| slot.get().into()), false);
-        let after = (!self.faults.skip_compute_wait).then(|| Arc::new(*after));
         let layout = &self.common.layout;
         if self.kind == JobKind::Store && layout.slot_bytes() < SHORT_SLOT {
             work.sort_by_slot(layout);
         }
+        self.pinned
+            .want(work.slots().map(|slot| slot.get().into()), false);
+        let after = (!self.faults.skip_compute_wait).then(|| Arc::new(*after));
         let mut job = Job::new(work, after);
         job.fail = every != 0 && self.submitted.is_multiple_of(every);
         if nothing {
@@ -493,8 +494,8 @@ impl Backend for CudaBackend {
         let at = self.jobs.iter().position(|held| held.work.job == job);
         if let Some(mut job) = at.and_then(|at| self.jobs.remove(at)) {
             job.rushed = true;
-            let slots = job.work.geometry().slots.iter();
-            self.pinned.want(slots.map(|slot| slot.get().into()), true);
+            self.pinned
+                .want(job.work.slots().map(|slot| slot.get().into()), true);
             self.jobs.push_front(job);
         }
     }

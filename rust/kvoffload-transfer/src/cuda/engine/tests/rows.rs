@@ -17,6 +17,11 @@ struct Layers {
 
 impl Layers {
     fn new(one_allocation: bool, staging_bytes: u64) -> Self {
+        Self::of_groups(1, one_allocation, staging_bytes)
+    }
+
+    /// All groups have all layers.
+    fn of_groups(groups: usize, one_allocation: bool, staging_bytes: u64) -> Self {
         let memory = vec![0; LAYERS * MANY * PAGE].into_boxed_slice();
         let tensors = memory.chunks(MANY * PAGE);
         let shapes = tensors.clone().map(|memory| tensor(memory, PAGE)).collect();
@@ -24,11 +29,12 @@ impl Layers {
             true => vec![known(&memory)],
             false => tensors.map(known).collect(),
         };
-        let config = CudaConfig {
+        let mut config = CudaConfig {
             copy_path: CopyPath::Only(Path::Direct),
             staging_bytes,
             ..config(shapes, MANY, 1)
         };
+        config.groups = vec![config.groups[0].clone(); groups];
         // SAFETY: the memory is `Layers`', which shuts the engine down before it goes, and leaves the blocks
         // of live jobs alone.
         let engine = unsafe { CudaEngine::new(config) }.unwrap();
@@ -55,10 +61,11 @@ impl Layers {
     fn run(&mut self, kind: JobKind, blocks: &[u32], slots: &[u32]) {
         self.jobs += 1;
         let slots: Vec<Slot> = slots.iter().map(|&slot| Slot::new(slot)).collect();
+        let groups = self.engine.common.layout.num_groups();
         let geometry = Geometry {
             block_ids: blocks,
-            group_sizes: &[blocks.len() as u32],
-            block_indices: &[0],
+            group_sizes: &vec![(blocks.len() / groups) as u32; groups],
+            block_indices: &vec![0; groups],
             slots: &slots,
         };
         submit(&self.engine, kind, self.jobs, &geometry, fresh() as usize).unwrap();
@@ -153,6 +160,24 @@ fn a_store_finds_neighbours_in_any_order() {
     let [stored, loaded] = layers.there_and_back(&any, &any, &any);
     assert!(stored >= LAYERS as u64, "{stored}");
     assert_eq!(loaded, 0, "a load keeps to the order it was given");
+}
+
+/// Groups that share tensors are stored one after the other, though their slots take turns: so each one's
+/// neighbours are rows.
+#[test]
+fn neighbours_of_groups_that_take_turns_are_rows() {
+    let mut layers = Layers::of_groups(2, false, 0);
+    let blocks = [numbers(0..250), numbers(300..550)].concat();
+    let mut slots: Vec<u32> = numbers(0..250).iter().map(|at| 2 * at).collect();
+    slots.extend(numbers(0..250).iter().map(|at| 2 * at + 1));
+    // And named from the last to the first, so that there is something to sort.
+    slots[..250].reverse();
+    let blocks_from_last = [
+        blocks[..250].iter().rev().copied().collect(),
+        blocks[250..].to_vec(),
+    ];
+    let [stored, _] = layers.there_and_back(&blocks_from_last.concat(), &slots, &blocks);
+    assert!(stored >= 2 * LAYERS as u64, "{stored}");
 }
 
 /// Of scattered blocks the layers are rows, where all are in one allocation.
