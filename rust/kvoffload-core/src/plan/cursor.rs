@@ -253,7 +253,7 @@ impl RunCursor {
 }
 
 /// Sorts positions by their slots, all of which are below `limit`: where there are many, in two passes of a
-/// counting sort, by the lower half of the bits and by the upper. That takes 9 us for 4,096 random ones, a
+/// counting sort, by the lower half of the bits and by the upper. That takes 15 us for 4,096 random ones, a
 /// sort by comparison 60.
 fn sort(order: &mut [u32], slots: &[Slot], limit: u32) {
     let slot = |at: u32| slots[at as usize].get();
